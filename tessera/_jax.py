@@ -32,6 +32,7 @@ from tessera._jax_traces import inputs_read
 from tessera._jax_traces import partial_evaluation as partial_evaluation
 from tessera._jax_traces import replay as replay
 from tessera._jax_traces import varying_axes as varying_axes
+from tessera._jax_traces import varying_axes_of as varying_axes_of
 from tessera._jax_traces import varying_over as varying_over
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
@@ -201,6 +202,11 @@ def retrace(
 def is_shard_map(equation: Equation) -> bool:
     """Whether an equation is a ``shard_map``, an SPMD region."""
     return equation.primitive.name == "shard_map"
+
+
+def is_transposed(equation: Equation) -> bool:
+    """Whether JAX made an equation by transposing one, in a backward pass."""
+    return "transpose(" in str(equation.source_info.name_stack)
 
 
 def bind_shard_map(

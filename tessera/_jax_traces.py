@@ -39,7 +39,11 @@ def is_tracing() -> bool:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """The manual mesh axes over which a value may differ from device to device."""
-    aval = jax.typeof(value)
+    return varying_axes_of(jax.typeof(value))
+
+
+def varying_axes_of(aval: Any) -> frozenset[str]:
+    """Those of the values of a type."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else getattr(aval, "vma", ()))
 

@@ -22,7 +22,7 @@ from tessera.analysis.measured_times import Measured, measure
 from tessera.analysis.trace_events import op_events
 from tessera.api.function import Function
 from tessera.compiler.compile_stages import Compiled
-from tessera.runtime.xla_options import SINGLE_KERNELS
+from tessera.compiler.lower.jit import COMMAND_BUFFERS
 
 _EXECUTIONS = 3
 
@@ -85,7 +85,7 @@ class Profile:
     def _without_operations(self) -> str:
         reason = "this backend's trace has no operations"
         if self.compiled.traced.graph.platform == "gpu":
-            reason += f"; compiled with XLA_FLAGS={SINGLE_KERNELS} it has"
+            reason += f"; compiled with XLA_FLAGS=--{COMMAND_BUFFERS}= it has"
         return reason
 
     def as_text(self) -> str:

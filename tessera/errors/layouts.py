@@ -62,3 +62,9 @@ class BudgetFormError(TesseraError, ValueError):
     """A budget of collectives is not a size, or is for an axis that does not exist."""
 
     code = "T210"
+
+
+class RandomNumbersError(TesseraError, ValueError):
+    """Devices or microbatches with different rows draw the same random numbers."""
+
+    code = "T211"

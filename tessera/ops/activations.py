@@ -100,8 +100,9 @@ def dropout(
 ) -> jax.Array:
     """Set random elements of ``x`` to zero and scale the others to preserve the mean.
 
-    The same key gives the same zeros on every mesh. Two layers, and two steps, need
-    different keys: ``jax.random.fold_in(key, step)``.
+    The same key gives the same zeros on every mesh; where it cannot, in code per device
+    or per microbatch, it is refused ([T211], while that is traced). Two layers, and two
+    steps, need different keys: ``jax.random.fold_in(key, step)``.
 
     Args:
       x: ``[...]`` floating-point.

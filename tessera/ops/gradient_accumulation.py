@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tessera import _jax, scope
 from tessera.errors import BatchSizeError, OperandError
 from tessera.ops.operand_checks import nearest_divisors
+from tessera.per_device_checks import check_microbatches
 from tessera.tree import Tree
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -49,6 +50,7 @@ def accumulate_gradients(
       BatchSizeError: [T503] the number of rows is not a multiple of ``microbatches``,
         or differs between arrays.
       OperandError: [T401] there is no such reduction.
+      RandomNumbersError: [T211] all microbatches draw the same random numbers.
 
     Example:
       >>> import tessera as ts, jax.numpy as jnp
@@ -81,6 +83,8 @@ def accumulate_gradients(
     program = jax.make_jaxpr(flat)(
         *(_jax.struct(jax.typeof(leaf[0])) for leaf in leaves)
     )
+    if count > 1:
+        check_microbatches(program, [True] * len(leaves))
     types = [variable.aval for variable in _jax.outputs(program)]
     zeros = [_jax.zeros(kind).astype(_sum_dtype(kind.dtype)) for kind in types]
 

@@ -41,6 +41,7 @@ from tessera.ops.operand_layouts import (
     placed,
     region_mesh,
 )
+from tessera.per_device_checks import check_region
 from tessera.shard import ARRAYS, DistTensor, ShardSpec, capturing, is_tensor
 from tessera.shard_spec import check_even
 from tessera.tree import Skeleton
@@ -83,6 +84,8 @@ def kernel(
       KernelError: [T208] an argument whose layout is not known, or a result that is
         not an array.
       ArgumentError: [T301] a constant that is not hashable.
+      CollectiveError: [T206] the body reduces gradients that are sums already.
+      RandomNumbersError: [T211] devices draw the same numbers for blocks that differ.
 
     Example:
       >>> from tessera.ops.collectives import all_reduce
@@ -311,7 +314,7 @@ def _results_of(
         recorded.append((tree, tuple(_over(mesh, axes) for axes in varying)))
         return ()
 
-    jax.eval_shape(
+    check_region(
         jax.shard_map(record, mesh=region, in_specs=specs, out_specs=()), *values
     )
     return recorded[-1]

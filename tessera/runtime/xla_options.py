@@ -17,10 +17,6 @@ from tessera.errors import SettingValueError
 # Hashable, because a program that is compiled otherwise is another program.
 CompilerOptions: TypeAlias = tuple[tuple[str, bool | str], ...]
 
-# For a profile on GPUs, which launch many kernels at once as a CUDA graph: the trace
-# of such a graph says of no kernel which operation it is (openxla/xprof#3070).
-SINGLE_KERNELS: Final = "--xla_gpu_enable_command_buffer="
-
 _FLAG: Final = re.compile(r"--(xla_[a-z0-9_]+)(?:=([^\s'\"]*))?")
 _BOOLS: Final = {"true": True, "false": False}
 # XLA takes it for a compilation, where it does nothing.

@@ -8,11 +8,12 @@ from dataclasses import replace
 import jax
 
 from tessera import _jax_targets
+from tessera.compiler.lower.jit import COMMAND_BUFFERS
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.process_group import Processes, Timeouts, joined
-from tessera.runtime.xla_options import SINGLE_KERNELS, compiler_options
+from tessera.runtime.xla_options import compiler_options
 from tessera.scope import current_plan, set_plan
 from tessera.training.command_line import Composed
 from tessera.training.config import Config
@@ -69,7 +70,7 @@ def prepare(settings: Config, num_processes: int) -> str:
     )
     flags = (settings.runtime.xla_flags or "").split()
     if settings.training.profile_communication and jax.default_backend() == "gpu":
-        flags.insert(0, SINGLE_KERNELS)  # the last of two flags holds
+        flags.insert(0, f"--{COMMAND_BUFFERS}=")  # the last of two flags holds
     if flags:
         plan = replace(current_plan(), compiler_options=compiler_options(flags))
         set_plan(plan)

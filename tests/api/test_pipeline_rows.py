@@ -12,8 +12,8 @@ import pytest
 
 import tessera as ts
 from tessera import graph
-from tessera.errors import PipelineFormError
-from tests.api.pipelines import TWO, Pipe, chain, close, normal, pipes, same
+from tessera.errors import PipelineFormError, RandomNumbersError
+from tests.api.pipelines import KEY, TWO, Pipe, chain, close, normal, pipes, same
 
 ROWS, WIDTH = 8, 8
 X, Y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
@@ -138,3 +138,28 @@ def test_pipelines_of_a_step_may_have_other_numbers_of_microbatches():
     step = ts.function(make(piped, (2, 3)), mesh=TWO)
     with pytest.raises(PipelineFormError, match="have microbatches of unlike sizes"):
         step.trace(SQUARE, BIAS, X.repeat(3, 0), Y.repeat(3, 0)).passes  # noqa: B018
+
+
+# --- random numbers in stages
+
+SHAPED = {
+    "normal": lambda x: x + jax.random.normal(KEY, x.shape),
+    "dropout": lambda x: ts.nn.dropout(x, 0.5, key=KEY),
+    "noise_of_each_row": lambda x: x * jax.random.normal(KEY, (x.shape[-1],)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_microbatches_do_not_draw_the_same_numbers(name):
+    with pytest.raises(RandomNumbersError, match="every microbatch draws the same"):
+        chain(pipes(), SHAPED[name]).trace(X)
+
+
+def test_a_key_of_each_row_gives_the_numbers_of_one_device():
+    def of_each_row(x, keys):
+        return x + jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+
+    def make(pipe):
+        return chain(pipe, of_each_row, batch=["x", "keys"])
+
+    same(make, X, jax.random.split(KEY, ROWS))

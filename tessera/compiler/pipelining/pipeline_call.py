@@ -35,6 +35,7 @@ from tessera.compiler.pipelining.split_stages import split_stages
 from tessera.compiler.rewriting import contains, inline_jits
 from tessera.errors import BatchSizeError, TesseraError
 from tessera.ops.operand_layouts import layout_of
+from tessera.per_device_checks import check_microbatches
 from tessera.shard_spec import axes_of_dims
 
 # A program, and the arrays that its function closes over: inputs after its own.
@@ -85,6 +86,7 @@ class SplitCall:
         Raises:
           PipelineFormError: [T312] the function is no chain of the stages.
           UndecidedRoleError: [T324] it cannot be proven which arguments have rows.
+          RandomNumbersError: [T211] every microbatch would draw the same numbers.
           BatchSizeError: [T503] the batch cannot be split into microbatches.
         """
         check_batch(self._rows, self.call.schedule.microbatches)
@@ -177,6 +179,9 @@ class SplitCall:
             raise self._undecided(problem) from error
         finally:
             self.here.is_whole_batch = True
+        if call.parts > 1:
+            number = len(_jax.inputs(program)) - len(self._data)
+            check_microbatches(program, [True] * len(self._data) + [False] * number)
         staged = split_stages(differentiated(program), len(self._data), self.names)
         avals = [atom.aval for atom in _jax.outputs(staged.program)]
         check_results(avals, part)

@@ -28,6 +28,7 @@ from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
 from tessera.object_arguments import holds_objects
 from tessera.ops.operand_layouts import region_mesh
+from tessera.per_device_checks import check_region
 from tessera.shard import ARRAYS, ShardSpec, is_tensor
 from tessera.tree import Skeleton, named_leaves, partition
 
@@ -209,7 +210,7 @@ class _Region:
         # shard_map asks for the layouts of results, which only a run of the body shows.
         here = scope.current()
         before = here.snapshot() if here is not None else ()
-        jax.eval_shape(self._mapped(probe, ()), *operands)
+        check_region(self._mapped(probe, ()), *operands)
         if here is not None:
             here.restore(before)
         skeleton, splits = found
