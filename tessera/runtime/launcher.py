@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 
 from tessera.file_locks import lock
 from tessera.runtime import exit_codes
-from tessera.runtime.cluster import LOOPBACK
+from tessera.runtime.cluster import LOOPBACK, Address
 from tessera.runtime.exit_codes import STOP_SIGNALS
 from tessera.runtime.launcher_protocol import (
     LOCK_FILE,
@@ -66,15 +66,23 @@ class Plan:
 
     Attributes:
       command: The program of every rank.
-      num_ranks: Ranks of the run.
+      num_ranks: Ranks to start here.
       max_restarts: How often to start all ranks again after a failure.
       grace: Seconds from asking a rank to end to killing it.
+      first_rank: The first of them.
+      world_size: Ranks of the run, where others start some of them; None for those
+        that are started here.
+      master: Host and port of rank 0, where others start some ranks; None for a free
+        port of this machine.
     """
 
     command: tuple[str, ...]
     num_ranks: int
     max_restarts: int = 0
     grace: float = 30.0
+    first_rank: int = 0
+    world_size: int | None = None
+    master: Address | None = None
 
 
 class Launcher:
@@ -121,30 +129,34 @@ class Launcher:
         raise AssertionError("the last attempt returns")
 
     def _start(self, number: int, folder: Path) -> "Attempt":
-        plan, port = self._plan, free_port()
-        names = f"ranks 0 to {plan.num_ranks - 1}" if plan.num_ranks > 1 else "rank 0"
+        plan = self._plan
+        master = plan.master or (LOOPBACK, free_port())
+        first, last = plan.first_rank, plan.first_rank + plan.num_ranks - 1
+        names = f"ranks {first} to {last}" if last > first else f"rank {first}"
+        total = f" of {plan.world_size}" * (plan.world_size is not None)
         nth = f", attempt {number + 1}" * bool(number)
-        self._log(f"starting {names}{nth}")
+        self._log(f"starting {names}{total}{nth}")
         attempt = Attempt(
             *(self._events, plan.grace, self._log),
             lambda: end_attempt(folder, number),
         )
-        for rank in range(plan.num_ranks):
+        for local_rank in range(plan.num_ranks):
             environment = {
                 **self._environ,
-                **rank_variables(rank, plan.num_ranks, port),
+                **rank_variables(plan, local_rank, master),
                 **launcher_variables(folder, number),
             }
             attempt.ranks.append(
                 RankProcess(
-                    *(plan.command, environment, rank, self._show, self._events.put)
+                    *(plan.command, environment, first + local_rank),
+                    *(self._show, self._events.put),
                 )
             )
         return attempt
 
     def _report(self, attempt: "Attempt", failure: Failure) -> None:
         """Log the failure; what a person has to read comes last."""
-        first = attempt.ranks[failure.rank]
+        first = attempt.ranks[failure.rank - self._plan.first_rank]
         others = [
             f"rank {rank.rank}: {describe_exit(rank.returncode)}"
             for rank in attempt.ranks
@@ -332,18 +344,19 @@ class Attempt:
                 rank.kill()
 
 
-def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def rank_variables(plan: Plan, local_rank: int, master: Address) -> dict[str, str]:
     """The environment variables from which a rank detects its run: torchrun's."""
-    numbers = {
-        "RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_PORT": port,
+    values = {
+        "RANK": plan.first_rank + local_rank,
+        "WORLD_SIZE": plan.world_size or plan.num_ranks,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": plan.num_ranks,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": master[1],
         "PYTHONUNBUFFERED": 1,
         "PYTHONFAULTHANDLER": 1,
     }
-    return {"MASTER_ADDR": LOOPBACK, **{k: str(v) for k, v in numbers.items()}}
+    return {name: str(value) for name, value in values.items()}
 
 
 def free_port() -> int:

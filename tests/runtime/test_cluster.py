@@ -7,7 +7,7 @@ from tessera.errors import ProcessLayoutError
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.cluster import _first_host as first_host
 from tessera.runtime.cluster import _tasks_on_node as tasks_on_node
-from tessera.runtime.launcher import rank_variables
+from tessera.runtime.launcher import Plan, rank_variables
 
 TORCHRUN = {
     "RANK": "3",
@@ -82,7 +82,8 @@ def test_the_order_of_environments_is_torchrun_slurm_mpi_kubernetes():
 
 
 def test_our_launcher_sets_torchruns_variables_and_is_named():
-    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(1, 4, 29500)}
+    master = "127.0.0.1", 29500
+    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(Plan((), 4), 1, master)}
     found = detect(launched)
     assert str(found) == "rank 1 of 4, by tessera.launch; coordinator 127.0.0.1:29501"
     assert (found.local_rank, found.local_size) == (1, 4)
