@@ -13,6 +13,7 @@ incomplete source is skipped, and what it lacked is noted with the choice.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from ipaddress import IPv6Address
 from typing import Final, TypeAlias
 from zlib import crc32
 
@@ -191,7 +192,7 @@ def _from_torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
         *numbers,
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
-        coordinator=(environ.get("MASTER_ADDR", ""), port),
+        coordinator=(_master_host(environ), port),
         source="tessera.launch"
         if "TESSERA_LAUNCHER" in environ
         else "torchrun's RANK and WORLD_SIZE",
@@ -267,7 +268,7 @@ def _from_mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
             continue
         local_rank, local_size = (_number(environ, name, 0) for name in names[2:])
         job = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID", "")
-        host = environ.get("MASTER_ADDR", "")
+        host = _master_host(environ)
         if numbers[1] > max(local_size, 1) and not host:
             raise ProcessLayoutError(
                 "the processes of MPI are on several machines, and none is named",
@@ -307,7 +308,7 @@ def _from_pods(environ: Mapping[str, str], note: Note) -> Cluster | None:
     port = environ.get("MASTER_PORT") or str(DEFAULT_PORT)
     return Cluster(
         *numbers,
-        coordinator=(environ["MASTER_ADDR"], _port(port, "MASTER_PORT")),
+        coordinator=(_master_host(environ), _port(port, "MASTER_PORT")),
         source="Kubernetes' JOB_COMPLETION_INDEX",
     )
 
@@ -330,6 +331,30 @@ def _numbers(
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, "")
     return int(value) if value.isdecimal() else default
+
+
+def _master_host(environ: Mapping[str, str]) -> str:
+    """MASTER_ADDR without the brackets of an IPv6 address; "" if it is not set.
+
+    Raises T704 at once for what can be neither a name nor an address: a name that is
+    not known yet is waited for.
+    """
+    text = environ.get("MASTER_ADDR", "")
+    is_bracketed = text.startswith("[") and text.endswith("]")
+    host = text[1:-1] if is_bracketed else text
+    if not is_bracketed and re.fullmatch(r"[\w.-]*", host):
+        return host
+    try:
+        IPv6Address(host)
+    except ValueError:
+        raise ProcessLayoutError(
+            "MASTER_ADDR is no name and no address of a machine",
+            got=f"MASTER_ADDR={text}",
+            fix="set the port with MASTER_PORT, and leave it out of MASTER_ADDR"
+            if re.search(r":\d+$", text)
+            else "write rank 0's name or IP address alone: node1, 10.0.0.1 or fd00::2",
+        ) from None
+    return host
 
 
 def _port(text: str, name: str) -> int:

@@ -190,6 +190,42 @@ def test_a_stray_variable_of_torchrun_is_passed_over_and_told():
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("node_1.example-a.org", "node_1.example-a.org"),
+        ("fd00::2", "fd00::2"),
+        ("[fd00::2]", "fd00::2"),
+        ("[fe80::1%eth0]", "fe80::1%eth0"),
+    ],
+)
+def test_the_first_machine_is_named_by_a_name_or_an_address(text, host):
+    for environment in (TORCHRUN, KUBERNETES):
+        address, _ = detect(environment | {"MASTER_ADDR": text}).coordinator
+        assert address == host
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, KUBERNETES])
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("10.0.0.1:29500", "set the port with MASTER_PORT"),
+        ("node1:29500", "set the port with MASTER_PORT"),
+        ("[fd00::2]:29500", "set the port with MASTER_PORT"),
+        ("fd00::2:29500", "set the port with MASTER_PORT"),
+        ("[node1]", "name or IP address alone"),
+        ("tcp://node1", "name or IP address alone"),
+        ("node1 node2", "name or IP address alone"),
+    ],
+)
+def test_what_names_no_machine_is_refused_at_once(environment, text, fix):
+    """Instead of waiting five minutes for a name that nobody will ever know."""
+    with pytest.raises(ProcessLayoutError) as error:
+        detect(environment | {"MASTER_ADDR": text})
+    assert error.value.got == f"MASTER_ADDR={text}"
+    assert fix in error.value.fix
+
+
 def test_arguments_are_given_together():
     with pytest.raises(ProcessLayoutError) as error:
         detect({}, num_processes=2, process_id=0)
