@@ -5,8 +5,9 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.0
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, MethodType
 from typing import Any, Final
 
 import jax
@@ -23,6 +24,11 @@ NONE: Final = "none"
 NAMED: Final = "named"
 # The name, for ``jax.ad_checkpoint``, of the residuals of attention.
 ATTENTION_RESIDUALS: Final = "attention"
+# Options of torch.utils.checkpoint, none of which has a meaning here.
+_OPTIONS_OF_TORCH: Final = (
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check"),
+    *("debug", "early_stop"),
+)
 
 
 def save_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -64,9 +70,11 @@ POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 
 def remat(
     function: Callable[..., Any] | None = None,
-    *,
-    policy: str | Callable[..., Any] = "full",
-    prevent_cse: bool = True,
+    /,
+    *args: Any,
+    policy: str | Callable[..., Any] | None = None,
+    prevent_cse: bool | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Recompute the intermediate values of a function in the backward pass.
 
@@ -79,18 +87,22 @@ def remat(
     Args:
       function: The function; leave it out to use the options as a decorator. Arrays
         among its arguments are traced, and so are NNX objects, as by ``nnx.remat``;
-        everything else is static.
-      policy: ``full`` saves nothing, ``dots`` the results of matmuls, ``named`` what
-        ``checkpoint_name`` names, ``none`` everything; any other name is that policy
-        of ``jax.checkpoint_policies``. A policy function is accepted too.
+        everything else is static. It may itself be an NNX module, or a method of one.
+      *args: Arguments, to call the function at once, as ``torch.utils.checkpoint``
+        does: ``ts.checkpoint(layer, x)`` is ``ts.checkpoint(layer)(x)``.
+      policy: ``full`` (the default) saves nothing, ``dots`` the results of matmuls,
+        ``named`` what ``checkpoint_name`` names, ``none`` everything; any other name is
+        that policy of ``jax.checkpoint_policies``. A policy function is accepted too.
       prevent_cse: False where the function is the body of a ``lax.scan``: the loop
         already keeps XLA from merging the two computations.
+      **kwargs: Arguments by keyword, to call the function at once.
 
     Returns:
-      A function of the same arguments and results.
+      A function of the same arguments and results; with arguments, its result.
 
     Raises:
-      SettingValueError: [T502] there is no such policy.
+      SettingValueError: [T502] there is no such policy; or, in a call at once, an
+        option could be an argument of the function, or is one of PyTorch's.
 
     Example:
       >>> import tessera as ts, jax.numpy as jnp
@@ -103,27 +115,84 @@ def remat(
       >>> step(jnp.ones((4, 8)), jnp.ones((8, 8))).shape
       (8, 8)
     """
+    options = {"policy": policy, "prevent_cse": prevent_cse}
+    rule = _rule("full" if policy is None else policy)
+    call = functools.partial(_call, rule, prevent_cse is not False)
     if function is None:
-        return functools.partial(remat, policy=policy, prevent_cse=prevent_cse)
-    rule = _rule(policy)
+        if args or kwargs:
+            raise TypeError(f"no function to call with {[*args, *kwargs]}")
+        return functools.partial(remat, **options)
+    if args or kwargs:
+        given = [name for name, value in options.items() if value is not None]
+        _check_keywords(function, args, kwargs, given)
+        return call(function, args, kwargs)
     if rule is None:
         return function
 
     @functools.wraps(function)
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        traced, rest = partition((args, kwargs), _is_traced, is_leaf=is_object)
-        is_plain = not any(map(is_object, traced))
-
-        # A new function in every call: JAX caches traces by function, and with the
-        # trace it would reuse the parameters that the operations inside declared.
-        def body(*arrays: Any) -> Any:
-            args, kwargs = rest.combine(arrays)
-            return scope.resolve_callee(function)(*args, **kwargs)
-
-        transform: Any = jax.checkpoint if is_plain else remat_with_objects
-        return transform(body, policy=rule, prevent_cse=prevent_cse)(*traced)
+        return call(function, args, kwargs)
 
     return rematerialized
+
+
+def _call(
+    rule: Callable[..., Any] | None,
+    prevent_cse: bool,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function; its backward pass recomputes what the policy does not save."""
+    if rule is None:
+        return scope.resolve_callee(function)(*args, **kwargs)
+    if isinstance(function, MethodType) and is_object(function.__self__):
+        function, args = function.__func__, (function.__self__, *args)
+    # The state of a function that is an object changes as that of an argument does.
+    inputs = (function if is_object(function) else None), args, kwargs
+    traced, rest = partition(inputs, _is_traced, is_leaf=is_object)
+    is_plain = not any(map(is_object, traced))
+
+    # A new function in every call: JAX caches traces by function, and with the trace it
+    # would reuse the parameters that the operations inside declared.
+    def body(*arrays: Any) -> Any:
+        callee, args, kwargs = rest.combine(arrays)
+        callee = function if callee is None else callee
+        return scope.resolve_callee(callee)(*args, **kwargs)
+
+    transform: Any = jax.checkpoint if is_plain else remat_with_objects
+    return transform(body, policy=rule, prevent_cse=prevent_cse)(*traced)
+
+
+def _check_keywords(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Sequence[str],
+) -> None:
+    """Raise T502 for keywords of which it is not clear, or not true, whose they are."""
+    try:
+        signature = inspect.signature(function)
+        free = signature.parameters.keys() - signature.bind_partial(*args).arguments
+    except (TypeError, ValueError):  # without a signature, or with too many arguments
+        free = set()
+    name = getattr(function, "__name__", type(function).__name__)
+    for option in options:
+        if option in free:
+            raise SettingValueError(
+                f"{option!r} is an option of ts.checkpoint and a parameter of {name}",
+                got=f"ts.checkpoint({name}, ..., {option}=...)",
+                fix=f"for the option: ts.checkpoint({name}, {option}=...)(...)\n"
+                f"for the function's: ts.checkpoint({name})(..., {option}=...)",
+            )
+    for option in _OPTIONS_OF_TORCH:
+        if option in kwargs and option not in free:
+            raise SettingValueError(
+                f"{option!r} is an option of PyTorch's checkpoint",
+                got=f"ts.checkpoint({name}, ..., {option}={kwargs[option]!r})",
+                fix="leave it out: a traced function is recomputed exactly, with the "
+                "same random numbers",
+            )
 
 
 checkpoint = remat

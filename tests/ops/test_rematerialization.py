@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tessera as ts
 from tessera import _jax
@@ -186,6 +187,92 @@ def test_autocast_around_a_checkpoint_reaches_what_is_computed_again():
 
 def test_checkpoint_is_an_alias():
     assert ts.checkpoint is ts.remat
+
+
+# --- called at once, as torch.utils.checkpoint is
+
+
+class Checkpointed(nnx.Module):
+    """As PyTorch's users write it; ``apply`` calls a layer."""
+
+    def __init__(self, rngs):
+        self.layer1 = nnx.Linear(16, 8, rngs=rngs)
+        self.layer2 = nnx.Linear(8, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def activate(self, x):
+        return self.dropout(jnp.tanh(x))
+
+    def __call__(self, x, apply):
+        x = apply(self.layer1, x)
+        x = apply(self.activate, x)
+        return self.layer2(x)
+
+
+def test_a_layer_that_is_called_at_once_is_computed_again():
+    def losses(model, x, apply):
+        loss = jnp.sum(model(x, apply) ** 2)
+        return loss, ts.grad(loss, model)
+
+    def trained(apply):
+        model = Checkpointed(nnx.Rngs(0))
+        step = ts.function(lambda model, x: losses(model, x, apply))
+        found = step(model, X)
+        count = model.dropout.rngs.count.get_value()
+        return found, count, str(step.trace(model, X).graph.program)
+
+    expected, count, plain = trained(lambda layer, x: layer(x))
+    found, count_again, again = trained(ts.checkpoint)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected
+    )
+    assert count == count_again == 1  # the module's state changes once
+    assert again.count(" tanh ") == 2 * plain.count(" tanh ") == 2
+
+
+def test_keywords_of_a_call_at_once_are_the_function_s():
+    def scaled(x, *, scale, **rest):
+        assert rest in ({}, {"kind": "up"})
+        return jnp.sin(x) * scale
+
+    for call in (
+        lambda x: ts.checkpoint(scaled, x, scale=2.0, kind="up"),
+        lambda x: ts.checkpoint(scaled, x=x, scale=2.0, policy="dots"),
+        lambda x: ts.checkpoint(scaled, x, scale=2.0, policy="none"),
+    ):
+        gradient = jax.grad(lambda x, f=call: f(x).sum())(X)
+        np.testing.assert_allclose(call(X), 2 * jnp.sin(X), rtol=1e-6)
+        np.testing.assert_allclose(gradient, 2 * jnp.cos(X), rtol=1e-6)
+
+
+def test_an_option_that_may_be_the_function_s_is_refused():
+    def update(x, policy="greedy", prevent_cse=True):
+        return x * (2.0 if policy == "greedy" and prevent_cse else 3.0)
+
+    with pytest.raises(SettingValueError) as caught:
+        ts.checkpoint(update, X, policy="full")
+    assert caught.value.what == (
+        "'policy' is an option of ts.checkpoint and a parameter of update"
+    )
+    with pytest.raises(SettingValueError, match="'prevent_cse' is an option"):
+        ts.checkpoint(update, X, prevent_cse=True)
+    two = ts.checkpoint(update)(X, policy="greedy")
+    three = ts.checkpoint(update, X, "random", policy="dots")  # no doubt about it
+    np.testing.assert_array_equal((two, three), (2 * X, 3 * X))
+
+
+def test_options_of_pytorch_are_refused_unless_they_are_the_function_s():
+    with pytest.raises(SettingValueError) as caught:
+        ts.checkpoint(jnp.sin, X, use_reentrant=False)
+    assert caught.value.what == "'use_reentrant' is an option of PyTorch's checkpoint"
+    assert caught.value.got == "ts.checkpoint(sin, ..., use_reentrant=False)"
+    found = ts.checkpoint(lambda x, debug: x + debug, X, debug=1)
+    np.testing.assert_array_equal(found, X + 1)
+
+
+def test_an_option_that_does_not_exist_is_no_decorator():
+    with pytest.raises(TypeError, match="no function to call with"):
+        ts.checkpoint(polcy="dots")
 
 
 def test_models_and_functions_share_one_table():
