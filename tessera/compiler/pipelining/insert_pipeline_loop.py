@@ -90,26 +90,43 @@ class _LoopPlan:
 def _loop_plans(whole: _jax.Program, micro: _jax.Program) -> dict[int, _LoopPlan]:
     """The loop for each pipelined call, by the index of its equation."""
     equations = _jax.equations(whole)
+    gradients = {
+        index: _gradients_of(equations, index)
+        for index, equation in enumerate(equations)
+        if equation.primitive is pipeline_p
+    }
     plans: dict[int, _LoopPlan] = {}
-    planned: set[int] = set()
-    for index, equation in enumerate(equations):
-        if equation.primitive is not pipeline_p:
-            continue
-        gradients = _gradients_of(equations, index)
-        if len(gradients) > 1 or not planned.isdisjoint(gradients):
-            raise PipelineFormError(
-                "a pipelined call and a gradient do not go together one to one",
-                got=f"{len(gradients)} gradients of losses that depend on one call"
-                if len(gradients) > 1
-                else "a loss that depends on two pipelined calls",
-                fix="take one gradient, by all weights, of a loss that depends on one "
-                "pipelined call",
-            )
-        planned.update(gradients)
-        plans[index] = _LoopPlan(equation)
-        if gradients:
-            plans[index] = _plan_with_loss(whole, micro, index, gradients[0])
+    for index, own in gradients.items():
+        sharing = [i for i in gradients if not set(own).isdisjoint(gradients[i])]
+        plans[index] = _LoopPlan(equations[index])
+        if len(own) == 1 and len(sharing) == 1:
+            plans[index] = _plan_with_loss(whole, micro, index, own[0])
+        elif not all(_runs_forward_first(equations[i].params["call"]) for i in sharing):
+            raise _not_one_to_one(len(own))
     return plans
+
+
+def _runs_forward_first(call: PipelineCall) -> bool:
+    """Whether the forward of all microbatches comes before the backward of any."""
+    return call.parts == 1 or call.schedule.name == "gpipe"
+
+
+def _not_one_to_one(num_gradients: int) -> PipelineFormError:
+    """The error for a schedule that begins the backward before the loss is known."""
+    several_losses = num_gradients > 1
+    return PipelineFormError(
+        "a pipelined call and a gradient do not go together one to one",
+        got=f"{num_gradients} gradients of losses that depend on one call"
+        if several_losses
+        else "a loss that depends on two pipelined calls",
+        fix=(
+            "take one gradient, by all weights, of the sum of the losses"
+            if several_losses
+            else "if each call has a loss of its own, take a gradient of each and add "
+            "them; if one call's output goes into the other, make them one pipeline"
+        )
+        + "\nor use schedule='gpipe', which has all outputs before the first backward",
+    )
 
 
 def _gradients_of(equations: Sequence[_jax.Equation], index: int) -> list[int]:
@@ -129,12 +146,11 @@ def _plan_with_loss(
     equations = _jax.equations(whole)
     equation, call = equations[index], equations[index].params["call"]
     if call.parts == 1:
-        return _LoopPlan(equation)  # forward and backward, one after the other
+        return _LoopPlan(equation)
     try:
         decomposition = _decompose(whole, micro, index, gradient)
     except PipelineFormError:
-        # Its order is the forward of all microbatches, then the backward of all.
-        if call.schedule.name == "gpipe":
+        if _runs_forward_first(call):
             return _LoopPlan(equation)
         raise
     weights = variables(equations[gradient].invars[1:])

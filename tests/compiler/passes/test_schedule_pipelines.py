@@ -14,6 +14,7 @@ from tessera import _jax, errors, graph
 from tessera.compiler.ir import Graph, verify
 from tessera.compiler.passes.schedule_pipelines import schedule_pipelines
 from tessera.mesh import Mesh
+from tests.api.pipelines import cases
 
 MESH = Mesh(["pp"], devices=range(2))
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
@@ -152,7 +153,45 @@ def test_a_loss_depends_on_one_call():
 
     with pytest.raises(errors.PipelineFormError) as caught:
         schedule_pipelines(traced(step, X, W))
-    assert "a loss that depends on two pipelined calls" in str(caught.value)
+    text = str(caught.value)
+    assert "got: a loss that depends on two pipelined calls" in text
+    assert "take a gradient of each and add them" in text
+    assert "or use schedule='gpipe'" in text
+
+
+OF_TWO_CALLS = {
+    "product": lambda model, x, w: jnp.square(model(x, w) @ model(2.0 * x, w).T).mean(),
+    "sum": lambda model, x, w: model(x, w).mean() + jnp.square(model(-x, w)).sum(),
+    "chain": lambda model, x, w: jnp.square(model(model(x, w), w)).mean(),
+}
+
+
+def unpiped(x: Any, w: Any) -> Any:
+    return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+@pytest.mark.slow(reason="it compiles two pipelines")
+@pytest.mark.parametrize("loss", cases(OF_TWO_CALLS, "chain"))
+def test_under_gpipe_a_loss_may_depend_on_two_calls(loss):
+    body, model = OF_TWO_CALLS[loss], model_of("gpipe")
+    found = ts.function(lambda x, w: ts.grad(body(model, x, w), w), mesh=MESH)(X, W)
+    expected = jax.grad(lambda w: body(unpiped, X, w))(W)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_under_gpipe_a_call_may_have_two_gradients():
+    @ts.function(mesh=MESH)
+    def step(x, w):
+        out = model_of("gpipe")(x, w)
+        return ts.grad(out.mean(), w), ts.grad(jnp.square(out).sum(), w)
+
+    losses = (
+        lambda w: unpiped(X, w).mean(),
+        lambda w: jnp.square(unpiped(X, w)).sum(),
+    )
+    for found, loss in zip(step(X, W), losses, strict=True):
+        np.testing.assert_allclose(found, jax.grad(loss)(W), rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_is_not_differentiated_by_what_the_output_leads_to():
