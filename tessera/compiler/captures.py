@@ -8,6 +8,8 @@ closes over inside it, where it would be a constant of the compiled module.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tessera import _jax
 from tessera.compiler import rewriting
 
@@ -19,6 +21,14 @@ def lift_captures(program: _jax.Program) -> tuple[_jax.Program, list[Any]]:
     over stays there, as it does in JAX.
     """
     return _jax.lift_constants(_hoisted(program))
+
+
+def snapshot(array: Any) -> Any:
+    """A captured array as it is now: a copy of NumPy's, which may change in place.
+
+    A program keeps the values of its trace, as one of ``jax.jit`` does.
+    """
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 def _hoisted(program: _jax.Program) -> _jax.Program:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
-from tessera.compiler.captures import lift_captures
+from tessera.compiler.captures import lift_captures, snapshot
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import layout_of
 from tessera.scope import Plan
@@ -124,7 +124,7 @@ class Graph:
             self,
             program=program,
             inputs=(*self.inputs, *more),
-            captured=(*self.captured, *found),
+            captured=(*self.captured, *map(snapshot, found)),
         )
 
     def with_outputs(self, outputs: Sequence[Value]) -> "Graph":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays that functions close over become inputs, and are never baked in."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,3 +101,58 @@ def test_a_gradient_by_an_array_that_a_nested_jit_closes_over():
 
     expected = jax.grad(lambda held: jnp.sum((X @ held) ** 2))(HELD)
     np.testing.assert_allclose(slope(X), expected, rtol=1e-6)
+
+
+class Model:
+    def __init__(self, weight):
+        self.layers = [{"kernel": weight}]
+
+    def __call__(self, x):
+        return x * self.layers[0]["kernel"]
+
+
+def with_default(weight):
+    def function(x, weights={"w": weight}):  # noqa: B006
+        return x * weights["w"]
+
+    return function
+
+
+def with_rule(weight):
+    @jax.custom_vjp
+    def total(x):
+        return x.sum()
+
+    total.defvjp(lambda x: (x.sum(), x), lambda x, slope: (x * slope * weight,))
+    return ts.value_and_grad(lambda x: total(x))
+
+
+HOLDERS = {
+    "closure": lambda held: lambda x: x * held,
+    "asarray": lambda held: lambda x: x * jnp.asarray(held),
+    "default": with_default,
+    "object": Model,
+    "method": lambda held: Model(held).__call__,
+    "partial": lambda held: functools.partial(lambda w, x: x * w, held),
+    "keyword": lambda held: functools.partial(lambda x, w: x * w[0], w=[held]),
+    "jit": lambda held: jax.jit(lambda x: x * held),
+    "scan": lambda held: (
+        lambda x: lax.scan(lambda c, _: (c * held, None), x, None, length=2)[0]
+    ),
+    "derivative rule": with_rule,
+}
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh(["dp"], devices=range(2))], ids=str)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_numpy_arrays_keep_the_values_of_the_trace_as_in_jax_jit(holder, mesh):
+    results = []
+    for compiled in (jax.jit, functools.partial(ts.function, mesh=mesh)):
+        held = np.ones(3, np.float32)
+        function = compiled(HOLDERS[holder](held))
+        before = jax.tree.map(np.array, function(jnp.ones(3)))
+        held[:] = 5.0
+        after = function(jnp.ones(3))
+        results.append((before, after, function(jnp.ones((2, 3)))))
+        np.testing.assert_array_equal(jax.tree.leaves(after)[-1], 1.0)
+    jax.tree.map(np.testing.assert_array_equal, *results)
