@@ -14,10 +14,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tessera.errors import DataNotFoundError, OperandError
 from tessera.model_command import model_parser, open_model, run_command
+
+if TYPE_CHECKING:
+    from tessera.training.data.chat_template import Conversation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,22 +77,29 @@ def _prompts(options: Namespace) -> list[str]:
 
 def _conversations(
     options: Namespace, prompts: list[str]
-) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
-    """Each prompt or conversation, and the messages that are to be answered."""
+) -> "Iterator[tuple[Any, Conversation]]":
+    """Each prompt or its messages, and the conversation that is to be answered."""
     from tessera.training.data.bad_records import BadRecords
+    from tessera.training.data.chat_template import Conversation
     from tessera.training.data.data_config import DataConfig
     from tessera.training.data.files import list_files
     from tessera.training.data.records import read_records
 
     system = [{"role": "system", "content": options.system}] if options.system else []
     for prompt in prompts:
-        yield prompt, [*system, {"role": "user", "content": prompt}]
+        yield prompt, Conversation([*system, {"role": "user", "content": prompt}])
     if (path := options.messages_file) is not None:
         config = DataConfig(name="text", path=path, messages_key="messages")
+        bad_records = BadRecords()
         for unit in list_files(path, "jsonl"):
-            for record in read_records(unit, config, BadRecords()):
-                messages = record.messages or []
-                yield messages, [*system, *messages]
+            for record in read_records(unit, config, bad_records):
+                chat = record.conversation
+                assert chat is not None
+                messages = [*system, *chat.messages]
+                yield chat.messages, chat._replace(messages=messages)
+        if bad_records.ignored:
+            keys = ", ".join(bad_records.ignored)
+            sys.stderr.write(f"not used: keys of the conversations: {keys}\n")
 
 
 def _texts(options: Namespace) -> Iterator[str]:
@@ -104,7 +114,7 @@ def _texts(options: Namespace) -> Iterator[str]:
     if options.chat:
         conversations = [*_conversations(options, prompts)]
         prompts = [prompt for prompt, _ in conversations]
-        chats = [messages for _, messages in conversations]
+        chats = [chat for _, chat in conversations]
         rows, stops = (
             [*map(trained.encode_chat, chats)],
             trained.chat_stop_tokens(chats),

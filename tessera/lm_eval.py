@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from tessera.errors import OperandError, TesseraError, TokenizerError
+from tessera.training.data.chat_template import Conversation
 from tessera.training.data.extras import import_extra
 
 
@@ -120,8 +121,9 @@ class HarnessMethods:
         """The text of a conversation, whose turns then end what is generated."""
         if not add_generation_prompt:
             return self._trained.chat.render_unfinished(chat_history)
-        self._stops = self._trained.chat_stop_tokens([chat_history])
-        return self._trained.chat.render(chat_history)
+        conversation = Conversation(chat_history)
+        self._stops = self._trained.chat_stop_tokens([conversation])
+        return self._trained.chat.render(conversation)
 
     # --- requests
 

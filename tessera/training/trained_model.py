@@ -36,7 +36,7 @@ from tessera.training.checkpoints.export_checkpoint import (
 )
 from tessera.training.config import MESH_AXES
 from tessera.training.data.chat_prompts import ChatPrompts
-from tessera.training.data.chat_template import Message
+from tessera.training.data.chat_template import Conversation
 from tessera.training.data.tokenization import (
     Ids,
     JsonTokenizer,
@@ -81,7 +81,7 @@ class TrainedModel:
         ids = self.tokenizer.encode(text)
         return [*self.prefix, *self._checked(text, ids)]
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation that is to be answered.
 
         Raises:
@@ -89,7 +89,7 @@ class TrainedModel:
           OperandError: [T401] the template does not accept the conversation.
           TokenRangeError: [T604] the model does not have one of the tokens.
         """
-        return self.encode_special(self.chat.render(messages))
+        return self.encode_special(self.chat.render(conversation))
 
     def encode_special(self, text: str) -> list[int]:
         """The tokens of a text in which the names of special tokens are such.
@@ -102,13 +102,13 @@ class TrainedModel:
             ids, _ = tokenizer.encode_chat(text)
         return self._checked(text, tokenizer.encode(text) if ids is None else ids)
 
-    def chat_stop_tokens(self, chats: Iterable[Sequence[Message]]) -> tuple[int, ...]:
+    def chat_stop_tokens(self, chats: Iterable[Conversation]) -> tuple[int, ...]:
         """The tokens that end an answer; raises as ``encode_chat`` does.
 
         They are those that end a text, the tokenizer's ``eos_token``, and what the
         template writes after an answer, such as ``<end_of_turn>``.
         """
-        ends = {end for messages in chats for end in self.chat.ends(messages)}
+        ends = {end for chat in chats for end in self.chat.ends(chat)}
         return tuple(sorted(ends.union(self.stop_tokens)))
 
     @cached_property

@@ -1,35 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes conversations by a tokenizer's template; run where Transformers is.
 
-python apply_chat_template.py FOLDER < CONVERSATIONS.json
+python apply_chat_template.py FOLDER < RECORDS.json
 """
 
 import json
 import sys
+from functools import partial
 
 
 def main(folder: str) -> None:
-    """Print the text, ids and mask of each conversation, or null."""
+    """Print the text, ids and mask of each record, or null."""
     import jinja2
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     results = []
-    for conversation in json.load(sys.stdin):
+    for record in json.load(sys.stdin):
+        arguments = record.get("chat_template_kwargs") or {}
+        apply = partial(
+            tokenizer.apply_chat_template,
+            record["messages"],
+            tools=record.get("tools"),
+            **arguments,
+        )
         try:
-            encoded = tokenizer.apply_chat_template(
-                conversation,
+            encoded = apply(
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            text = tokenizer.apply_chat_template(conversation, tokenize=False)
-            prompt = tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
-            )
-            prompt_ids = tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+            text = apply(tokenize=False)
+            prompt = apply(tokenize=False, add_generation_prompt=True)
+            prompt_ids = apply(add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         except jinja2.TemplateError:
             results.append(None)
             continue

@@ -12,26 +12,47 @@ from pathlib import Path
 import pytest
 
 from tessera.training.data.chat_prompts import ChatPrompts
+from tessera.training.data.chat_template import Conversation
 from tessera.training.data.tokenization import load_tokenizer
+from tests.training.data import test_chat_records as chat_records
 from tests.training.data.chat_folders import CONVERSATIONS, TEMPLATES, write_folder
+from tests.training.data.chat_records import TEMPLATE, draw_record
 from tests.training.data.test_encoding import GOLDEN, encoded, rendered
 
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="make test-hf has Transformers")
 
 
-def transformers_results(folder: Path):
+def transformers_results(folder: Path, records):
     script = Path(__file__).with_name("apply_chat_template.py")
     done = subprocess.run(
         [str(PYTHON), str(script), str(folder)],
-        input=json.dumps([*CONVERSATIONS.values()]),
+        input=json.dumps(records),
         capture_output=True,
         text=True,
         check=False,
         env={"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(CONVERSATIONS, json.loads(done.stdout), strict=True))
+    return json.loads(done.stdout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss_on", ["all", "answers"])
+def test_drawn_records_have_the_tokens_and_masks_of_transformers(tmp_path, loss_on):
+    folder = write_folder(tmp_path, "qwen", marked=True, trim_offsets=False)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    records = [draw_record(seed) for seed in range(200)]
+    if loss_on == "answers":  # Transformers knows no weights
+        for record in records:
+            for message in record["messages"]:
+                message.pop("weight", None)
+    results = transformers_results(folder, records)
+    made = chat_records.encoded(folder, records, loss_on)
+    for record, one, expected in zip(records, made, results, strict=True):
+        assert one.ids.tolist() == expected["ids"], record
+        if loss_on == "answers":
+            assert one.loss_mask.astype(int).tolist() == expected["mask"], record
 
 
 def assert_answers_are_asked_for_and_end_alike(folder, expected):
@@ -39,11 +60,12 @@ def assert_answers_are_asked_for_and_end_alike(folder, expected):
     for name, conversation in CONVERSATIONS.items():
         if (result := expected[name]) is None:
             continue
-        ids = chat.tokenizer.encode_chat(chat.render(conversation))[0]
+        ids = chat.tokenizer.encode_chat(chat.render(Conversation(conversation)))[0]
         assert ids.tolist() == result["prompt_ids"], name
     result = expected["one turn"]
     (end,) = result["ends"]
-    assert chat.ends(CONVERSATIONS["one turn"][:1]) == {end, result["eos"]}
+    question = Conversation(CONVERSATIONS["one turn"][:1])
+    assert chat.ends(question) == {end, result["eos"]}
 
 
 @pytest.mark.full
@@ -52,7 +74,9 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, family):
     # Where offsets are trimmed, Transformers has no mask for an answer that begins with
     # a space: it finds no token at its first character.
     folder = write_folder(tmp_path, family, marked=True, trim_offsets=False)
-    expected = transformers_results(folder)
+    records = [{"messages": one} for one in CONVERSATIONS.values()]
+    results = transformers_results(folder, records)
+    expected = dict(zip(CONVERSATIONS, results, strict=True))
     for name, conversation in CONVERSATIONS.items():
         result, text = expected[name], rendered(folder, conversation)
         if result is None:

@@ -21,6 +21,7 @@ from tessera.models import generate
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import compose
+from tessera.training.data.chat_template import Conversation
 from tessera.training.data.cursor import Cursor
 from tessera.training.main import configs_dir
 from tessera.training.train_state import init_state
@@ -149,9 +150,10 @@ def test_a_chat_is_answered_until_its_turn_ends(tmp_path: Path, capsys: Any) -> 
     trained = open_trained(folder)
     tokens = trained.tokenizer.special_tokens
     turns = chat_folders.turns("hi", "hello", "all?", system="Be well.")
-    stops = trained.chat_stop_tokens([turns])
+    stops = trained.chat_stop_tokens([Conversation(turns)])
     assert {*stops} == {3, tokens["<eos>"], tokens["<end_of_turn>"]}
-    rows = [trained.encode_chat([turns[0], turns[3]]), trained.encode_chat(turns)]
+    chats = [Conversation([turns[0], turns[3]]), Conversation(turns)]
+    rows = [*map(trained.encode_chat, chats)]
     # The template begins a conversation itself: nothing precedes what it writes.
     begin, model = tokens["<bos>"], tokens["<start_of_turn>"]
     assert [row.count(begin) for row in rows] == [1, 1]

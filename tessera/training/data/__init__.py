@@ -5,6 +5,7 @@ data_config    the settings
 files          finds files
 units          cuts files into train and validation, and into parts for workers
 records        reads the texts or conversations of a part
+record_values  checks texts and conversations
 tables         reads a column of Parquet and Arrow files
 bad_records    counts the records that cannot be used
 tokenization   text -> ids and back

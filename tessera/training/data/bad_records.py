@@ -2,6 +2,7 @@
 """Counts the records of the data that cannot be used, up to a limit."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,12 +13,15 @@ _MOST_EXAMPLES: Final = 5
 
 @dataclass
 class BadRecords:
-    """The records that were skipped; plain values, so that it can be stored as JSON.
+    """The records that were skipped, and what was not used of the others.
+
+    Plain values, so that it can be stored as JSON.
 
     Attributes:
       limit: ``data.max_bad_records``.
       counts: How many there are of each kind, such as ``invalid JSON``.
       examples: What is wrong with the first of them, and where.
+      ignored: Keys of records that change what others would train on.
 
     Example:
       >>> bad = BadRecords(limit=2)
@@ -30,6 +34,11 @@ class BadRecords:
     limit: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+    def ignore(self, keys: Iterable[str]) -> None:
+        """Note keys that are not used, each once."""
+        self.ignored = sorted({*self.ignored, *keys})
 
     def skip(self, kind: str, error: TesseraError) -> None:
         """Count a record.
@@ -50,6 +59,7 @@ class BadRecords:
         """
         self.counts = dict(Counter(self.counts) + Counter(others.counts))
         self.examples = (self.examples + others.examples)[:_MOST_EXAMPLES]
+        self.ignore(others.ignored)
         if sum(self.counts.values()) > self.limit:
             raise BadRecordError(
                 "the data has more bad records than data.max_bad_records allows",

@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from tessera.errors import OperandError
-from tessera.training.data.chat_template import ConversationError, Message
+from tessera.training.data.chat_template import (
+    Conversation,
+    ConversationError,
+    Message,
+)
 from tessera.training.data.encoding import chat_template_of
 from tessera.training.data.tokenization import Tokenizer
 
@@ -28,7 +32,7 @@ class ChatPrompts:
         self.tokenizer, self._template = chat_template_of(tokenizer, name)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self, conversation: Conversation, *, add_generation_prompt: bool = True
     ) -> str:
         """The text that an answer follows.
 
@@ -37,12 +41,13 @@ class ChatPrompts:
         """
         try:
             return self._template.render(
-                messages, add_generation_prompt=add_generation_prompt
+                conversation, add_generation_prompt=add_generation_prompt
             )
         except ConversationError as error:
+            roles = ", ".join(str(one["role"]) for one in conversation.messages)
             raise OperandError(
                 "the chat template does not accept the conversation",
-                got=f"{error}; roles: {', '.join(str(m['role']) for m in messages)}",
+                got=f"{error}; roles: {roles}",
                 fix="use the roles that the template knows, in the order that it wants",
             ) from error
 
@@ -54,11 +59,12 @@ class ChatPrompts:
         """
         *before, last = messages
         marked = {**last, "content": f"{last['content']}{_ANSWER}"}
-        text = self.render([*before, marked], add_generation_prompt=False)
+        unfinished = Conversation([*before, marked])
+        text = self.render(unfinished, add_generation_prompt=False)
         return text.partition(_ANSWER)[0]
 
-    def ends(self, messages: Sequence[Message]) -> set[int]:
-        """The tokens that end an answer to these messages.
+    def ends(self, conversation: Conversation) -> set[int]:
+        """The tokens that end an answer to a conversation.
 
         They are the tokenizer's ``eos_token``, and the first special token that the
         template writes after an answer: ``<end_of_turn>`` of Gemma, which may be no
@@ -67,7 +73,8 @@ class ChatPrompts:
         special = self.tokenizer.special_tokens
         eos = special.get(self.tokenizer.folder.special_tokens.get("eos_token", ""))
         answer = {"role": "assistant", "content": _ANSWER}
-        text = self.render([*messages, answer], add_generation_prompt=False)
+        answered = conversation._replace(messages=[*conversation.messages, answer])
+        text = self.render(answered, add_generation_prompt=False)
         after, _ = self.tokenizer.encode_chat(text.partition(_ANSWER)[2])
         ends = (i for i in after.tolist() if i in special.values())
         return {i for i in (eos, next(ends, None)) if i is not None}

@@ -55,6 +55,9 @@ class Source:
         lines = [("data", self.title)]
         if self.bad_records.counts:
             lines.append(("left out", str(self.bad_records)))
+        if self.bad_records.ignored:
+            ignored = "keys of its records: " + ", ".join(self.bad_records.ignored)
+            lines.append(("not used", ignored))
         lines.append(("train", _sizes(self.train_rows)))
         lines.append(("validation", _sizes(self.validation_rows)))
         return lines

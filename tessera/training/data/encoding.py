@@ -2,14 +2,20 @@
 """Turns records into token ids, with a mask of the tokens that are learned."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import EmptyDataError, TokenizerError, TokenRangeError
 from tessera.training.data.bad_records import BadRecords
-from tessera.training.data.chat_template import ChatTemplate, ConversationError, Span
+from tessera.training.data.chat_template import (
+    Answer,
+    ChatTemplate,
+    Conversation,
+    ConversationError,
+    is_unlearned,
+)
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.records import Record, bad_record
 from tessera.training.data.tokenization import (
@@ -87,11 +93,12 @@ class Encoder:
         """
         loss_mask: npt.NDArray[np.bool_] | None = None
         try:
-            if record.messages is None:
+            if record.conversation is None:
                 text = record.text
                 ids = self.tokenizer.encode(text)
             else:
-                text, ids, loss_mask = self._encode_chat(record.messages)
+                chat = record.conversation
+                text, ids, loss_mask = self._encode_chat(chat, bad_records)
         except UnicodeDecodeError as error:
             bad_records.skip("not UTF-8", _not_utf8(record, error))
             return None
@@ -113,16 +120,24 @@ class Encoder:
         return Encoded(ids, loss_mask, size)
 
     def _encode_chat(
-        self, messages: list[dict[str, Any]]
+        self, conversation: Conversation, bad_records: BadRecords
     ) -> tuple[str, Ids, npt.NDArray[np.bool_] | None]:
         assert self._template is not None
         assert isinstance(self.tokenizer, JsonTokenizer)
-        if self._config.loss_on == "all":
-            text = self._template.render(messages)
+        bad_records.ignore(self._template.unread(conversation))
+        learns_all = self._config.loss_on == "all"
+        if learns_all and not any(map(is_unlearned, conversation.messages)):
+            text = self._template.render(conversation)
             return text, self.tokenizer.encode_chat(text)[0], None
-        text, answers = self._template.render_answers(messages)
+        text, answers = self._template.render_answers(conversation)
         ids, characters = self.tokenizer.encode_chat(text)
-        return text, ids, _overlapping(characters, answers)
+        unlearned = [one for one in answers if is_unlearned(one.message)]
+        if learns_all:
+            return text, ids, ~_overlapping(characters, unlearned)
+        learned = [one for one in answers if not is_unlearned(one.message)]
+        if not learned:
+            raise ConversationError("each of its answers has the weight 0")
+        return text, ids, _overlapping(characters, learned)
 
     def encode_all(
         self, records: Iterable[Record], bad_records: BadRecords
@@ -203,15 +218,17 @@ def chat_template_of(
             "chat_template in tokenizer_config.json",
             fix="use the tokenizer of a chat model, or write chat_template.jinja",
         )
-    return tokenizer, ChatTemplate(folder.chat_template, folder.special_tokens)
+    return tokenizer, ChatTemplate(
+        folder.chat_template, folder.special_tokens, folder.tool_template
+    )
 
 
 def _overlapping(
-    characters: npt.NDArray[np.int64], spans: Sequence[Span]
+    characters: npt.NDArray[np.int64], answers: Sequence[Answer]
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens have characters of a span, [tokens]; empty ones between them too."""
+    """Which tokens have characters of answers, [tokens]; empty ones between too."""
     mask = np.zeros(len(characters), bool)
-    for begin, end in spans:
+    for begin, end, _ in answers:
         (inside,) = np.nonzero((characters[:, 0] < end) & (characters[:, 1] > begin))
         if inside.size:
             mask[inside[0] : inside[-1] + 1] = True

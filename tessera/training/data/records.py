@@ -6,7 +6,7 @@ in each line, tables one in each row: a text, or the messages of a conversation.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -14,8 +14,20 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from tessera.errors import BadRecordError, DataFormatError, did_you_mean
 from tessera.regular_files import check_regular
 from tessera.training.data.bad_records import BadRecords
+from tessera.training.data.chat_template import Conversation
 from tessera.training.data.data_config import DataConfig
-from tessera.training.data.tables import read_column
+from tessera.training.data.record_values import (
+    TEMPLATE_ARGUMENTS,
+    TOOLS,
+    UNUSED,
+    UnusableRecordError,
+    conversation_value,
+    kind_of,
+    not_utf8,
+    text_value,
+    unused_keys,
+)
+from tessera.training.data.tables import column_names, read_columns
 from tessera.training.data.units import JSON_LINES, MOST_TEXT_BYTES, TEXT, Unit
 
 _MOST_LINE_BYTES: Final = 64 * 2**20
@@ -41,13 +53,13 @@ class Record(NamedTuple):
       unit: The unit that it is in.
       offset: Where it begins: its first byte in the decompressed file, or its row.
       text: The text; bytes of text files are not decoded. Empty if there are messages.
-      messages: The messages of a conversation, each with ``role`` and ``content``.
+      conversation: The messages, and what else the chat template is given.
     """
 
     unit: Unit
     offset: int
     text: str | bytes
-    messages: list[dict[str, Any]] | None = None
+    conversation: Conversation | None = None
 
     @property
     def name(self) -> str:
@@ -69,10 +81,6 @@ def _position(unit: Unit, offset: int) -> str:
     return f", row {offset + 1}"
 
 
-class UnusableRecordError(Exception):
-    """Why a record cannot be used: its kind, and a sentence."""
-
-
 def read_records(
     unit: Unit, config: DataConfig, bad_records: BadRecords
 ) -> Iterator[Record]:
@@ -92,13 +100,17 @@ def read_records(
         yield from _read_text(unit, check=config.format == "auto")
         return
     values = _read_lines if unit.format == JSON_LINES else _read_rows
-    for offset, parse in values(unit, config.messages_key or config.text_key):
+    key = config.messages_key or config.text_key
+    others = (TOOLS, TEMPLATE_ARGUMENTS) if config.messages_key else ()
+    for offset, parse in values(unit, key, others):
         try:
-            value = parse()
+            values_by_key = parse()
             if config.messages_key:
-                yield Record(unit, offset, "", _messages(value, config.messages_key))
+                conversation = conversation_value(values_by_key, key)
+                bad_records.ignore(unused_keys(values_by_key, conversation))
+                yield Record(unit, offset, "", conversation)
             else:
-                yield Record(unit, offset, _text(value, config.text_key))
+                yield Record(unit, offset, text_value(values_by_key[key], key))
         except UnusableRecordError as error:
             kind, reason = error.args
             bad_records.skip(kind, bad_record(unit, offset, reason, config))
@@ -161,12 +173,15 @@ def not_text(unit: Unit, got: str) -> DataFormatError:
 # --- JSON lines
 
 
-# The value under the key, or an UnusableRecordError.
-_Parse: TypeAlias = Callable[[], Any]
+# The values of a record by key, or an UnusableRecordError.
+_Parse: TypeAlias = Callable[[], Mapping[str, Any]]
 
 
-def _read_lines(unit: Unit, key: str) -> Iterator[tuple[int, _Parse]]:
-    """The offset and value of each line that is not blank."""
+def _read_lines(
+    unit: Unit, key: str, others: Sequence[str]
+) -> Iterator[tuple[int, _Parse]]:
+    """The offset and values of each line that is not blank."""
+    del others  # a line is parsed whole
     offset = unit.begin
     with unit.open(unit.begin) as stream:
         while unit.end is None or offset < unit.end:
@@ -183,21 +198,18 @@ def _read_lines(unit: Unit, key: str) -> Iterator[tuple[int, _Parse]]:
             if not offset:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
-                yield offset, partial(_value_in, line.removesuffix(b"\n"), key)
+                yield offset, partial(_values_in, line.removesuffix(b"\n"), key)
             offset += size
 
 
-def _value_in(line: bytes, key: str) -> Any:
+def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
     if len(line) > _MOST_LINE_BYTES:
         most = f"{_MOST_LINE_BYTES // 2**20} MiB"
         raise UnusableRecordError("too long", f"it is longer than {most}")
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise UnusableRecordError(
-            "not UTF-8", f"it is not UTF-8: byte 0x{byte:02x}"
-        ) from error
+        raise not_utf8(error) from error
     except json.JSONDecodeError as error:
         reason = f"it is not JSON: {error.msg} at character {error.pos + 1}"
         raise UnusableRecordError("invalid JSON", reason) from error
@@ -207,23 +219,28 @@ def _value_in(line: bytes, key: str) -> Any:
     except ValueError as error:  # a number of too many digits
         raise UnusableRecordError("invalid JSON", str(error)) from error
     if not isinstance(record, dict):
-        reason = f"it is {_kind(record)}, not an object"
+        reason = f"it is {kind_of(record)}, not an object"
         raise UnusableRecordError("wrong type", reason)
     if key not in record:
         near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
         raise UnusableRecordError("missing key", f"it has no key {key!r}; {near}")
-    return record[key]
+    return record
 
 
-def _read_rows(unit: Unit, key: str) -> Iterator[tuple[int, _Parse]]:
-    """The number and value of each row of a table."""
+def _read_rows(
+    unit: Unit, key: str, others: Sequence[str]
+) -> Iterator[tuple[int, _Parse]]:
+    """The number and values of each row of a table."""
     with unit.coded_errors():
         check_regular(unit.path)
         try:
-            for row, value in read_column(
-                unit.path, unit.format, key, unit.begin, unit.end
+            # Not read, as they may be images.
+            names = column_names(unit.path, unit.format) if others else ()
+            unused = {name: True for name in names if name in UNUSED}
+            for row, values in read_columns(
+                unit.path, unit.format, (key, *others), unit.begin, unit.end
             ):
-                yield row, partial(_value_of_row, value)
+                yield row, partial(_values_of_row, {**unused, **values})
         except KeyError as error:
             (names,) = error.args
             raise BadRecordError(
@@ -234,46 +251,11 @@ def _read_rows(unit: Unit, key: str) -> Iterator[tuple[int, _Parse]]:
             ) from error
 
 
-def _value_of_row(value: Any) -> Any:
-    if isinstance(value, UnicodeDecodeError):
-        byte = value.object[value.start]
-        raise UnusableRecordError("not UTF-8", f"it is not UTF-8: byte 0x{byte:02x}")
-    return value
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str):
-        reason = f"its {key!r} is {_kind(value)}, not text"
-        raise UnusableRecordError("null" if value is None else "wrong type", reason)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        reason = "its text has half of a surrogate pair, which is not a character"
-        raise UnusableRecordError("not UTF-8", reason) from error
-    return value
-
-
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        reason = f"its {key!r} is {_kind(value)}, not a list of messages"
-        raise UnusableRecordError("null" if value is None else "wrong type", reason)
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict):
-            reason = f"message {number} of its {key!r} is {_kind(message)}"
-            raise UnusableRecordError("wrong type", f"{reason}, not an object")
-        for name in ("role", "content"):
-            if name not in message:
-                reason = f"message {number} of its {key!r} has no {name!r}"
-                raise UnusableRecordError("missing key", reason)
-            _text(message[name], f"{key}[{number - 1}].{name}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    if value == []:
-        return "an empty array"
-    kinds = {list: "an array", dict: "an object", bool: "true or false", str: "text"}
-    return "null" if value is None else kinds.get(type(value), "a number")
+def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    for value in values.values():
+        if isinstance(value, UnicodeDecodeError):
+            raise not_utf8(value)
+    return values
 
 
 def bad_record(

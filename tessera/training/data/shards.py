@@ -31,7 +31,7 @@ from tessera.errors import TokenCacheError
 from tessera.training.data.packing import ShardBuilder, TokenArrays, checksum
 from tessera.training.data.tokenization import Ids
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Changes when the same text would give other files."""
 
 # Tokens of a shard. Every process maps up to _MOST_OPEN shards, so with two bytes each

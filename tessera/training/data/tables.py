@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads one column of a table in batches: Parquet files, and Arrow files of datasets.
+"""Reads columns of a table in batches: Parquet files, and Arrow files of datasets.
 
 ``OSError`` without a number stands for a file that is not such a table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -41,25 +41,37 @@ def row_group_ends(path: Path) -> list[tuple[int, int]]:
         return ends
 
 
-def read_column(
-    path: Path, kind: str, key: str, begin: int, end: int | None
-) -> Iterator[tuple[int, Any]]:
-    """The rows of a column in ``[begin, end)``: their numbers and values.
+def column_names(path: Path, kind: str) -> list[str]:
+    """The names of the columns of a file."""
+    if kind == PARQUET:
+        with _parquet(path) as file:
+            return file.schema_arrow.names
+    with _arrow(path) as batches:
+        return next((batch.schema.names for batch in batches), [])
 
-    A value that is not UTF-8 is the ``UnicodeDecodeError``.
+
+def read_columns(
+    path: Path, kind: str, keys: Sequence[str], begin: int, end: int | None
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of some columns in ``[begin, end)``: their numbers and values.
+
+    Of the columns but the first, those that do not exist are left out. A value that is
+    not UTF-8 is the ``UnicodeDecodeError``.
 
     Raises:
-      KeyError: There is no such column; has the names of the others.
+      KeyError: There is no such first column; has the names of the others.
     """
     batches = _parquet_batches if kind == PARQUET else _arrow_batches
-    for row, names, batch in batches(path, key, begin):
-        if key not in names:
+    for row, names, batch in batches(path, keys, begin):
+        if keys[0] not in names:
             raise KeyError(names)
         if end is not None and row >= end:
             return
         part = slice(max(begin - row, 0), None if end is None else end - row)
-        column = batch.column(key)[part]
-        yield from enumerate(_values(column), row + part.start)
+        columns = {key: batch.column(key)[part] for key in keys if key in names}
+        rows = zip(*map(_values, columns.values()), strict=True)
+        for number, values in enumerate(rows, row + part.start):
+            yield number, dict(zip(columns, values, strict=True))
 
 
 def _values(column: Any) -> Iterator[Any]:
@@ -74,17 +86,18 @@ def _values(column: Any) -> Iterator[Any]:
 
 
 def _parquet_batches(
-    path: Path, key: str, begin: int
+    path: Path, keys: Sequence[str], begin: int
 ) -> Iterator[tuple[int, list[str], Any]]:
     with _parquet(path) as file:
         names = file.schema_arrow.names
+        columns = [key for key in keys if key in names]
         row = 0
         for number in range(file.num_row_groups):
             rows = file.metadata.row_group(number).num_rows
-            if row + rows > begin or key not in names:
+            if row + rows > begin or keys[0] not in names:
                 # One group at a time, so that its rows have known numbers.
                 for batch in file.iter_batches(
-                    _BATCH_ROWS, row_groups=[number], columns=[key], use_threads=False
+                    _BATCH_ROWS, row_groups=[number], columns=columns, use_threads=False
                 ):
                     yield row, names, batch
                     row += len(batch)
@@ -93,9 +106,9 @@ def _parquet_batches(
 
 
 def _arrow_batches(
-    path: Path, key: str, begin: int
+    path: Path, keys: Sequence[str], begin: int
 ) -> Iterator[tuple[int, list[str], Any]]:
-    del key, begin  # a stream is read from its beginning, with all columns
+    del keys, begin  # a stream is read from its beginning, with all columns
     row = 0
     with _arrow(path) as batches:
         for whole in batches:

@@ -28,11 +28,13 @@ class TokenizerFolder:
       special_tokens: Names by role, such as ``bos_token``.
       added_tokens: Properties of tokens by id.
       chat_template: The Jinja template of conversations, or nothing.
+      tool_template: That of conversations with tools, if it is another one.
     """
 
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     chat_template: str = ""
+    tool_template: str = ""
 
     @property
     def separator(self) -> str | None:
@@ -53,9 +55,11 @@ def read_folder(file: Path) -> TokenizerFolder:
     try:
         values = json.loads(_content(path) or "{}")
         template = _content(file.with_name(_TEMPLATE)) or values.get("chat_template")
+        tool_template = ""
         if isinstance(template, list):
             named = {one["name"]: one["template"] for one in template}
             template = named.get("default")
+            tool_template = named.get("tool_use", "")
         special_tokens = {
             f"{role}_token": _content_of_token(values[f"{role}_token"])
             for role in _SPECIAL_TOKENS
@@ -63,7 +67,7 @@ def read_folder(file: Path) -> TokenizerFolder:
         }
         added = values.get("added_tokens_decoder") or {}
         added_tokens = {int(number): dict(one) for number, one in added.items()}
-        if not isinstance(template or "", str):
+        if not isinstance(template or "", str) or not isinstance(tool_template, str):
             raise ValueError("chat_template is not text")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise TokenizerError(
@@ -71,7 +75,9 @@ def read_folder(file: Path) -> TokenizerFolder:
             got=f"{path}: {getattr(error, 'strerror', None) or error}",
             fix="use the folder as Hugging Face Transformers saved it",
         ) from error
-    return TokenizerFolder(special_tokens, added_tokens, template or "")
+    return TokenizerFolder(
+        special_tokens, added_tokens, template or "", tool_template or ""
+    )
 
 
 def folder_files(file: Path) -> list[Path]:

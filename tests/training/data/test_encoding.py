@@ -15,7 +15,11 @@ import pytest
 from tessera.errors import BadRecordError, TokenizerError
 from tessera.training.data import DataConfig, load
 from tessera.training.data.bad_records import BadRecords
-from tessera.training.data.chat_template import ChatTemplate, ConversationError
+from tessera.training.data.chat_template import (
+    ChatTemplate,
+    Conversation,
+    ConversationError,
+)
 from tessera.training.data.encoding import Encoder
 from tessera.training.data.records import Record
 from tessera.training.data.tokenization import load_tokenizer
@@ -52,7 +56,7 @@ def rendered(folder, messages, **arguments):
     settings = load_tokenizer(str(folder)).folder
     template = ChatTemplate(settings.chat_template, settings.special_tokens)
     try:
-        return template.render(messages, **arguments)
+        return template.render(Conversation(messages), **arguments)
     except ConversationError:
         return None
 
@@ -62,7 +66,10 @@ def encoded(folder, messages, loss_on, bad_records=None):
         **{"name": "text", "path": "x", "tokenizer": str(folder)},
         **{"messages_key": "messages", "loss_on": loss_on},
     )
-    record = Record(Unit("a.parquet", Path("a.parquet"), "parquet"), 2, "", messages)
+    conversation = Conversation(messages)
+    record = Record(
+        Unit("a.parquet", Path("a.parquet"), "parquet"), 2, "", conversation
+    )
     bad_records = BadRecords(1) if bad_records is None else bad_records
     return Encoder(config, 300).encode(record, bad_records)
 
@@ -177,21 +184,26 @@ def test_marks_that_a_template_changes_are_no_answer():
         "{% for m in messages %}{% set answer %}{% generation %} {{ m.content }} "
         "{% endgeneration %}{% endset %}{{ answer | %s }}{% endfor %}"
     )
-    messages = [{"role": "assistant", "content": "hello"}]
+    messages = Conversation([{"role": "assistant", "content": "hello"}])
     whole = ChatTemplate(source.replace("%s", "string"), {})
-    assert whole.render_answers(messages) == (" hello ", [(0, 7)])
+    assert whole.render_answers(messages) == (
+        " hello ",
+        [(0, 7, messages.messages[0])],
+    )
     trimmed = ChatTemplate(source.replace("%s", "trim"), {})
     assert trimmed.render(messages) == "hello"
     with pytest.raises(ConversationError, match="changes its generation blocks"):
         trimmed.render_answers(messages)
     with pytest.raises(ConversationError, match="changes its generation blocks"):
-        whole.render_answers([{"role": "assistant", "content": "a\ufdd0b"}])
+        whole.render_answers(
+            Conversation([{"role": "assistant", "content": "a\ufdd0b"}])
+        )
 
 
 def test_a_template_cannot_reach_python():
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ConversationError):
-        ChatTemplate(escape, {}).render(turns("hi"))
+        ChatTemplate(escape, {}).render(Conversation(turns("hi")))
 
 
 def test_messages_need_a_tokenizer_with_a_template(tmp_path):

@@ -131,7 +131,7 @@ def test_messages_are_read_from_rows_and_lines(tmp_path):
     lines = [json.dumps({"messages": one}) for one in messages]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     records = read(list_files(str(tmp_path)), messages_key="messages")
-    assert [r.messages for r in records] == messages * 2
+    assert [r.conversation.messages for r in records] == messages * 2
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_messages_are_read_from_rows_and_lines(tmp_path):
         ([{"role": "user"}], "missing key"),
         ([{"content": "hi"}], "missing key"),
         ([{"role": "user", "content": None}], "null"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "wrong type"),
+        ([{"role": "user", "content": ["text"]}], "wrong type"),
     ],
 )
 def test_a_list_that_has_no_messages_is_a_bad_record(tmp_path, value, kind):
@@ -174,5 +174,6 @@ def test_a_file_that_is_no_table_is_named(tmp_path, name, content):
 
 def test_a_table_is_read_in_small_batches(tmp_path):
     write_file(tmp_path / "a.parquet", "parquet")
-    rows = tables.read_column(tmp_path / "a.parquet", "parquet", "text", 130, 140)
-    assert [*rows] == [*enumerate(TEXTS[130:140], 130)]
+    rows = tables.read_columns(tmp_path / "a.parquet", "parquet", ["text"], 130, 140)
+    expected = [{"text": text} for text in TEXTS[130:140]]
+    assert [*rows] == [*enumerate(expected, 130)]
