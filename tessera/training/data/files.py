@@ -6,12 +6,13 @@ only on those relative paths, so every machine and process with the same files h
 same text in the same split.
 """
 
+import fnmatch
 import glob
 import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -144,7 +145,8 @@ def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
       path: A file of any kind; a folder, in which all files at any depth with a suffix
         in ``TEXT_SUFFIXES`` or .parquet are taken, and folders of datasets; or a glob,
         in which ``**`` matches any depth.
-        Folders and wildcards skip names that start with a dot.
+        Folders and wildcards skip names that start with a dot; folders and ``**``
+        follow no links to folders. A file with several names is taken once.
       format_setting: ``data.format``.
 
     Raises:
@@ -222,8 +224,7 @@ def _walk(
             for name in files
             if _decompressed_name(name).endswith(suffixes) and name[0] != "."
         ]
-    named = {path.relative_to(root).as_posix(): path for path in paths}
-    return (Unit(name, named[name]) for name in sorted(named))
+    return iter(_each_file_once(root, paths))
 
 
 def _saved_arrow_files(folder: Path, files: list[str]) -> list[Path]:
@@ -255,20 +256,86 @@ def _saved_arrow_files(folder: Path, files: list[str]) -> list[Path]:
 
 def _raise_unreadable(error: OSError) -> None:
     """Raise for a folder that ``os.walk`` would skip silently."""
-    raise DataNotFoundError(
+    raise _unreadable(error) from error
+
+
+def _unreadable(error: OSError) -> DataNotFoundError:
+    return DataNotFoundError(
         "a folder of the data cannot be read",
         got=f"{error.filename}: {error.strerror}",
         fix="repair its permissions, or change data.path",
-    ) from error
+    )
 
 
 def _expand(pattern: Path) -> list[Unit]:
     parts = pattern.parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
-    matches = map(Path, glob.glob(str(pattern), recursive=True))
-    named = {p.relative_to(root).as_posix(): p for p in matches if not p.is_dir()}
-    return [Unit(name, named[name]) for name in sorted(named)]
+    matches = _matches(root, parts[fixed:])
+    return _each_file_once(root, (path for path in matches if not path.is_dir()))
+
+
+def _matches(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    """What a pattern matches below a folder, some of it perhaps several times.
+
+    As ``glob.glob``, but ``**`` follows no links to folders, which may be loops.
+    """
+    first, rest = parts[0], parts[1:]
+    if first == "**":
+        if rest:
+            yield from _matches(folder, rest)
+        for entry in _entries(folder):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _matches(Path(entry.path), parts)
+            elif not rest:
+                yield Path(entry.path)
+        return
+    if glob.has_magic(first):
+        names = [entry.name for entry in _entries(folder, hidden=first[0] == ".")]
+        paths = [folder / name for name in fnmatch.filter(names, first)]
+    else:
+        paths = [folder / first] if os.path.lexists(folder / first) else []
+    for path in paths:
+        if not rest:
+            yield path
+        elif path.is_dir():
+            yield from _matches(path, rest)
+
+
+def _entries(folder: Path, *, hidden: bool = False) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if hidden or entry.name[0] != "."]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _each_file_once(root: Path, paths: Iterable[Path]) -> list[Unit]:
+    """The units of files, sorted by name.
+
+    Of the names of one file, that one counts which has no link in it, else the first.
+    So a link does not put a file into the other split as well.
+    """
+    names = dict[Hashable, list[tuple[str, Path]]]()
+    for name, path in {
+        path.relative_to(root).as_posix(): path for path in paths
+    }.items():
+        try:
+            status = os.stat(path)
+            identity: Hashable = status.st_dev, status.st_ino
+        except OSError:  # reading it names the error
+            identity = name
+        names.setdefault(identity, []).append((name, path))
+    real_root = os.path.realpath(root)
+
+    def order(named: tuple[str, Path]) -> tuple[bool, str]:
+        name, path = named
+        return os.path.realpath(path) != os.path.join(real_root, name), name
+
+    units = (Unit(*(min(of, key=order) if of[1:] else of[0])) for of in names.values())
+    return sorted(units, key=lambda unit: unit.name)
 
 
 def _first_missing_part(path: Path) -> str:

@@ -2,8 +2,10 @@
 """Which files, in which order, on which side."""
 
 import errno
+import glob
 import os
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +55,39 @@ def test_a_folder_gives_its_text_files_at_any_depth_without_hidden_ones(folder):
 def test_a_glob_gives_files_of_any_kind_named_from_its_fixed_part(folder):
     assert names(list_files(f"{folder}/**/*.html")) == ["a/page.html"]
     assert names(list_files(f"{folder}/a/*")) == ["c.md", "page.html"]
+
+
+def test_wildcards_take_what_python_s_glob_takes_where_there_are_no_links(folder):
+    patterns = ("**", "*", "**/*", "a/**", "**/deep/*", "**/**/*.py", ".git/*", "a/.*")
+    patterns += ("?/*.[mh]*", "**/*.txt", "a/**/d.py", "**/.git/*.txt", "*/deep/d.py")
+    for pattern in patterns:
+        paths = {*map(Path, glob.glob(f"{folder}/{pattern}", recursive=True))}
+        expected = sorted(path for path in paths if path.is_file())
+        found = sorted(u.path for u in list_files(f"{folder}/{pattern}"))
+        assert found == expected
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.txt", "/**"])
+def test_a_file_with_several_names_is_read_once_and_loops_end(tmp_path, pattern):
+    for number in range(9):
+        path = tmp_path / f"v2/{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(number))
+    expected = names(list_files(f"{tmp_path}{pattern}"))
+    for link, target in {"current": "v2", "v2/loop": "..", "v2/again": "."}.items():
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "a.txt").symlink_to("v2/3.txt")
+    os.link(tmp_path / "v2/4.txt", tmp_path / "v2/5-of-4.txt")
+    assert names(list_files(f"{tmp_path}{pattern}")) == expected
+    assert len(expected) == 9
+
+
+def test_a_link_that_a_glob_names_is_followed(tmp_path):
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2/a.txt").write_text("a")
+    (tmp_path / "current").symlink_to("v2")
+    assert names(list_files(f"{tmp_path}/c*/*.txt")) == ["current/a.txt"]
+    assert names(list_files(f"{tmp_path}/*/*.txt")) == ["v2/a.txt"]
 
 
 def test_a_file_may_have_any_suffix_even_a_glob_s_characters(folder):
