@@ -157,7 +157,23 @@ def read_rope(
         for name, value in values.items():
             if value is not None and merged.setdefault(name, value) != value:
                 keys.refuse(source, f"{name} is {_shown(merged[name])} elsewhere")
-    return keys.add_part(f"rope of {kind or 'all layers'}", merged)
+    written = f"rope_parameters.{kind}" if kind else "rope_parameters"
+    is_older = "rope_type" in older.values or "type" in older.values
+    is_older = is_older and "rope_type" not in current.values and len(sources) == 3
+    return keys.add_part("rope_scaling" if is_older else written, merged)
+
+
+def read_rope_kind(rope: ConfigKeys, *supported: str) -> str:
+    """The kind of rotary scaling; notes a problem if it is not one of these.
+
+    Then the other keys of its kind are no problems of their own.
+    """
+    kind = rope.take("rope_type", str, "default")
+    rope.expect("rope_type", "default", *supported)
+    if kind in ("default", *supported):
+        return kind
+    rope.skip(*rope.values)
+    return "default"
 
 
 def _unreadable(problems: list[str]) -> ModelFolderError:

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 from tessera.errors import ModelFolderError
 from tessera.models.decoder.config import DecoderConfig
-from tessera.models.families.config_keys import REQUIRED, ConfigKeys, read_rope
+from tessera.models.families.config_keys import (
+    REQUIRED,
+    ConfigKeys,
+    read_rope,
+    read_rope_kind,
+)
 from tessera.models.families.family import Tensor
 
 LAYER: Final = "model.layers.{layer}."
@@ -31,6 +36,12 @@ _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 # Transformers' names of the kinds of layers.
 _KINDS: Final = {"sliding_attention": "local", "full_attention": "global"}
+
+# Transformers' names of rope_low_rotations and rope_high_rotations.
+_ROTATION_KEYS: Final = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_slow", "beta_fast"),
+}
 
 # The matmuls of a layer: parameter, tensor, and how many dims are contracted.
 PROJECTIONS: Final = (
@@ -171,18 +182,18 @@ def check_width(config: DecoderConfig) -> None:
 
 def _read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
     """The fields about rotary scaling; transformers' modeling_rope_utils defines it."""
-    kind = rope.take("rope_type", str, "default")
+    kind = read_rope_kind(rope, "linear", "llama3", "yarn")
     if kind == "default":
         return {}
-    rope.expect("rope_type", "linear", "llama3", "yarn")
     fields: dict[str, Any] = {"factor": rope.take("factor", float)}
     if kind == "linear":
         return fields
-    fields["rope_kind"] = kind if kind in ("llama3", "yarn") else "linear"
+    fields["rope_kind"] = kind
     length = keys.values.get("max_position_embeddings")
-    fields["rope_original_length"] = rope.take(
-        "original_max_position_embeddings", int, length
-    )
+    original = rope.take("original_max_position_embeddings", int, length)
+    if original is None:
+        rope.refuse("original_max_position_embeddings", f"{kind} needs it")
+    fields["rope_original_length"] = original
     if kind == "llama3":
         fields["rope_low_rotations"] = rope.take("low_freq_factor", float)
         fields["rope_high_rotations"] = rope.take("high_freq_factor", float)
@@ -191,6 +202,11 @@ def _read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
         fields["rope_high_rotations"] = rope.take("beta_fast", float, 32.0)
         fields["rope_truncate"] = rope.take("truncate", bool, True)
         fields["rope_attention_factor"] = _attention_factor(rope, fields["factor"])
+    if fields["rope_low_rotations"] >= fields["rope_high_rotations"]:
+        low, high = _ROTATION_KEYS[kind]
+        rope.refuse(low, f"not below {high} = {fields['rope_high_rotations']}")
+    if fields["factor"] == 1 and fields.get("rope_attention_factor") in (None, 1):
+        return {}  # it scales nothing
     return fields
 
 
@@ -216,9 +232,8 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
     if scale != 1:
         rope = {"rope_type": config.rope_kind, "factor": scale}
     if config.rope_kind != "linear":
-        low, high = "low_freq_factor", "high_freq_factor"
+        low, high = _ROTATION_KEYS[config.rope_kind]
         if config.rope_kind == "yarn":
-            low, high = "beta_slow", "beta_fast"
             rope["truncate"] = config.rope_truncate
             if config.rope_attention_factor is not None:
                 rope["attention_factor"] = config.rope_attention_factor

@@ -93,7 +93,8 @@ class Family:
       model_types: The values of ``model_type`` in ``config.json``; the first is
         written. The others are those of a model that contains one of the first type.
       architecture: The class that loads what is exported.
-      read_config: Reads all keys of a ``config.json`` that change the computation.
+      read_config: Reads all keys of a ``config.json`` that change the computation; the
+        fields of a DecoderConfig.
       write_config: The keys of a ``config.json``, without those of all families.
       tensors: A row for each parameter that a model of the family may have.
       tied: Tensors that a folder may have besides, each equal to another.
@@ -105,7 +106,7 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     architecture: str
-    read_config: Callable[[ConfigKeys], DecoderConfig]
+    read_config: Callable[[ConfigKeys], dict[str, Any]]
     write_config: Callable[[DecoderConfig], dict[str, Any]]
     tensors: tuple[Tensor, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -134,9 +135,9 @@ class Family:
             outer.expect(
                 "tie_word_embeddings", keys.values.get("tie_word_embeddings", True)
             )
-        config = self.read_config(keys)
+        sizes = self.read_config(keys)
         outer.finish()
-        return config
+        return DecoderConfig(**sizes)
 
     def values(self, config: DecoderConfig) -> dict[str, Any]:
         """The values of a ``config.json`` that describe a configuration."""

@@ -7,7 +7,7 @@ Sources: Gemma 3 Technical Report, arXiv 2503.19786; Gemma 2, arXiv 2408.00118.
 from typing import Any, Final
 
 from tessera.models.decoder.config import DecoderConfig
-from tessera.models.families.config_keys import ConfigKeys, read_rope
+from tessera.models.families.config_keys import ConfigKeys, read_rope, read_rope_kind
 from tessera.models.families.dense import (
     LAYER,
     PROJECTIONS,
@@ -53,35 +53,36 @@ def _read(keys: ConfigKeys, every: int, **defaults: Any) -> dict[str, Any]:
     }
 
 
-def _read_gemma2(keys: ConfigKeys) -> DecoderConfig:
-    return DecoderConfig(
+def _read_gemma2(keys: ConfigKeys) -> dict[str, Any]:
+    caps = ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)
+    scores, logits = (keys.take_nullable(name, float, cap) for name, cap in caps)
+    return {
         **_read(keys, 2),
         **read_rotation(keys),
-        qk_norm=False,
-        attention_soft_cap=keys.take_nullable("attn_logit_softcapping", float, 50.0),
-        logit_soft_cap=keys.take_nullable("final_logit_softcapping", float, 30.0),
-    )
+        "qk_norm": False,
+        "attention_soft_cap": scores,
+        "logit_soft_cap": logits,
+    }
 
 
-def _read_gemma3(keys: ConfigKeys) -> DecoderConfig:
+def _read_gemma3(keys: ConfigKeys) -> dict[str, Any]:
     local = read_rope(keys, "sliding_attention", theta="rope_local_base_freq")
     whole = read_rope(keys, "full_attention")
-    local.expect("rope_type", "default")
-    whole.expect("rope_type", "default", "linear")
+    read_rope_kind(local)
+    is_scaled = read_rope_kind(whole, "linear") == "linear"
     keys.expect("attention_bias", False)
     keys.expect("tie_word_embeddings", True)
     # Transformers ignores this key of a Gemma 3.
     keys.expect("attn_logit_softcapping", None)
     every = keys.take("sliding_window_pattern", int, 6)
     every = keys.take("_sliding_window_pattern", int, every)
-    is_scaled = whole.take("rope_type", str, "default") == "linear"
-    return DecoderConfig(
+    return {
         **_read(keys, every, vocab_size=262_208),
-        rope_base_local=local.take("rope_theta", float, 10_000.0),
-        rope_base_global=whole.take("rope_theta", float, 1_000_000.0),
-        rope_scale_global=whole.take("factor", float) if is_scaled else 1.0,
-        logit_soft_cap=keys.take("final_logit_softcapping", float, None),
-    )
+        "rope_base_local": local.take("rope_theta", float, 10_000.0),
+        "rope_base_global": whole.take("rope_theta", float, 1_000_000.0),
+        "rope_scale_global": whole.take("factor", float) if is_scaled else 1.0,
+        "logit_soft_cap": keys.take("final_logit_softcapping", float, None),
+    }
 
 
 def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from tessera.models.families.dense import (
 from tessera.models.families.family import Family
 
 
-def _read(keys: ConfigKeys) -> DecoderConfig:
-    return DecoderConfig(**read_dense(keys), global_every=1, qk_norm=False)
+def _read(keys: ConfigKeys) -> dict[str, Any]:
+    return read_dense(keys) | {"global_every": 1, "qk_norm": False}
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

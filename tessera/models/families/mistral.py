@@ -12,13 +12,13 @@ from tessera.models.families.dense import TABLE, TIED, read_dense, write_sizes
 from tessera.models.families.family import Family
 
 
-def _read(keys: ConfigKeys) -> DecoderConfig:
+def _read(keys: ConfigKeys) -> dict[str, Any]:
     # Transformers ignores this key of a Mistral: it would leave out the biases.
     keys.expect("attention_bias", False)
     sizes = read_dense(keys, {"num_key_value_heads": 8})
     window = keys.take_nullable("sliding_window", int, 4096)
     every = 1 if window is None else None
-    return DecoderConfig(**sizes, global_every=every, qk_norm=False, window=window)
+    return sizes | {"global_every": every, "qk_norm": False, "window": window}
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

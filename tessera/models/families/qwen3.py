@@ -23,7 +23,7 @@ from tessera.models.families.family import Family, Tensor
 _MOST_LAYERS: Final = 2**16
 
 
-def _read(keys: ConfigKeys) -> DecoderConfig:
+def _read(keys: ConfigKeys) -> dict[str, Any]:
     sizes = read_dense(keys, {"head_dim": 128, "num_key_value_heads": 32})
     count = sizes["num_layers"]
     window = keys.take_nullable("sliding_window", int, 4096)
@@ -37,10 +37,10 @@ def _read(keys: ConfigKeys) -> DecoderConfig:
     elif not layers and window is not None and first < count <= _MOST_LAYERS:
         kinds = ("global",) * first + ("local",) * (count - first)
         layers = {"layer_types": kinds} if first > 0 else {"global_every": None}
-    return DecoderConfig(**sizes, **layers or {"global_every": 1}, window=window)
+    return sizes | (layers or {"global_every": 1}) | {"window": window}
 
 
-def _read_experts(keys: ConfigKeys) -> DecoderConfig:
+def _read_experts(keys: ConfigKeys) -> dict[str, Any]:
     # Versions of Transformers differ in which layers then have a window.
     keys.expect("use_sliding_window", False)
     keys.skip("sliding_window", "max_window_layers")
@@ -50,13 +50,13 @@ def _read_experts(keys: ConfigKeys) -> DecoderConfig:
     keys.expect("mlp_only_layers", [])
     keys.skip("router_aux_loss_coef", "output_router_logits")
     sizes = read_dense(keys, {"num_key_value_heads": 4})
-    return DecoderConfig(
-        **sizes | {"mlp_dim": keys.take("moe_intermediate_size", int, 768)},
-        global_every=1,
-        num_experts=keys.take("num_experts", int, 128),
-        experts_per_token=keys.take("num_experts_per_tok", int, 8),
-        renormalize_experts=keys.take("norm_topk_prob", bool, False),
-    )
+    return sizes | {
+        "mlp_dim": keys.take("moe_intermediate_size", int, 768),
+        "global_every": 1,
+        "num_experts": keys.take("num_experts", int, 128),
+        "experts_per_token": keys.take("num_experts_per_tok", int, 8),
+        "renormalize_experts": keys.take("norm_topk_prob", bool, False),
+    }
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ SIZES = {
     "num_attention_heads": 32,
     "intermediate_size": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def read(model_type, **changes):
@@ -106,7 +107,48 @@ def test_more_layers_than_any_model_has_are_refused_and_not_listed():
         read("qwen3", **keys, num_hidden_layers=10**15)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+        {"rope_type": "mrope", "type": "mrope", "mrope_section": [16, 24, 24]},
+    ],
+    ids=str,
+)
+def test_a_kind_of_rotary_scaling_that_is_not_computed_is_refused(model_type, scaling):
+    kind = scaling.get("rope_type") or scaling["type"]
+    supported = "'default' or 'linear' or 'llama3' or 'yarn'"
+    assert refusal(model_type, rope_scaling=scaling) == (
+        f"rope_scaling.rope_type = {kind!r}: only {supported} is supported"
+    )
+    assert refusal(
+        model_type, rope_parameters={"rope_type": kind, **scaling}
+    ).startswith(f"rope_parameters.rope_type = {kind!r}: only")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "line"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0},
+            "rope_scaling.original_max_position_embeddings = None: yarn needs it",
+        ),
+        (
+            {**YARN, "beta_slow": 40.0},
+            "rope_scaling.beta_slow = 40.0: not below beta_fast = 32.0",
+        ),
+    ],
+    ids=str,
+)
+def test_rotary_scaling_is_refused_in_the_names_of_the_folder(scaling, line):
+    assert refusal("llama", rope_scaling=scaling) == line
+
+
+def test_scaling_by_one_is_none():
+    config = read("llama", rope_scaling={**YARN, "factor": 1.0})
+    assert config == read("llama")
 
 
 @pytest.mark.parametrize(

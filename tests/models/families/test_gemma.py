@@ -186,7 +186,7 @@ def test_all_problems_are_listed_at_once():
         {"num_key_value_heads": 3},
         {"hidden_size": -1},
         {"vocab_size": 10**400},
-        {"num_hidden_layers": 10**15},
+        {"layer_types": None, "num_hidden_layers": 10**15},
         {"layer_types": None, "sliding_window_pattern": 0},
     ],
     ids=lambda changes: "-".join(changes),
