@@ -39,7 +39,8 @@ from tessera.models.definition import (
     import_module,
     registered_model,
 )
-from tessera.models.families.registry import family_of, read_config_file
+from tessera.models.families.config_keys import ignored_keys
+from tessera.models.families.registry import CONFIG_FILE, family_of, read_config_file
 from tessera.training.config import Config
 from tessera.training.config_schema import as_text, schema, settings_of, typed
 from tessera.training.help_text import usage
@@ -55,6 +56,7 @@ from tessera.training.overrides import (
 )
 from tessera.training.setting_fields import as_yaml, joined, walk
 from tessera.training.settings_checks import check
+from tessera.untrusted_text import printable
 
 # What Hydra sees as the file of a model that has none.
 _OWN: Final = "own"
@@ -97,11 +99,13 @@ class _OwnModel:
       definition: What kind it is.
       values: Settings of the group ``model`` that are not defaults.
       weights: The folder of its weights, if it has them.
+      notes: Lines for the log of the run.
     """
 
     definition: ModelDefinition
     values: Mapping[str, Any]
     weights: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def run_from_command_line(
@@ -233,7 +237,8 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         raise joined(errors)
     with open_dict(config):
         del config["hydra"]
-    return Composed(settings, as_text(config), Path(output_dir))
+    notes = tuple(note for model in own.values() for note in model.notes)
+    return Composed(settings, as_text(config), Path(output_dir), notes)
 
 
 def _own_model(name: str) -> _OwnModel | None:
@@ -243,7 +248,11 @@ def _own_model(name: str) -> _OwnModel | None:
         values = read_config_file(folder)
         config = family_of(values).config(values)
         sizes = {"name": folder.resolve().name, **asdict(config)}
-        return _OwnModel(definition_of(DECODER), sizes, str(folder))
+        notes = tuple(
+            f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
+            for key in ignored_keys(values)
+        )
+        return _OwnModel(definition_of(DECODER), sizes, str(folder), notes)
     if (definition := registered_model(name)) is None:
         return None
     values = {"name": definition.label, "definition": definition.name}

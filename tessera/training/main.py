@@ -35,7 +35,7 @@ def _main(arguments: Sequence[str] | None, notes: Sequence[str]) -> int:
     composed = read_command_line(configs_dir(), arguments)
     if isinstance(composed, int):
         return composed
-    composed = replace(composed, notes=tuple(notes))
+    composed = replace(composed, notes=(*composed.notes, *notes))
     from tessera.runtime.process_exit import exit_now
     from tessera.training.train import run
 

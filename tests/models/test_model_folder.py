@@ -150,6 +150,15 @@ def test_a_tied_head_may_be_there_if_it_is_equal(folder):
     ]
 
 
+def test_frequencies_that_older_folders_store_are_skipped(folder):
+    stored = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)
+        for i in range(3)
+    }
+    write_folder(folder, TENSORS | stored, shards=2)
+    assert_same(from_pretrained(folder)[1], expected_params())
+
+
 def problems(folder):
     with pytest.raises(WeightFileError) as caught:
         from_pretrained(folder)

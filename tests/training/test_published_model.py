@@ -76,6 +76,18 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         composed(tmp_path)
 
 
+def test_what_a_tool_wrote_about_itself_is_a_note(folder):
+    assert composed(folder).notes == ()
+    values = {**VALUES, "unsloth_version": "2024.9", "unsloth_fixed": True}
+    write_folder(folder, gemma3_tensors(VALUES), values)
+    both = composed(folder)
+    assert both.config.model.config == from_pretrained(folder)[0].config
+    assert both.notes == tuple(
+        f"{folder / 'config.json'}: {key} is about a tool, and ignored"
+        for key in ("unsloth_version", "unsloth_fixed")
+    )
+
+
 def test_another_configuration_than_that_of_the_weights_is_refused(folder):
     """Equal shapes: without the check, the model would compute other numbers."""
     with pytest.raises(ModelFolderError, match="window = 9, not 8"):

@@ -26,6 +26,8 @@ _WITHOUT_EFFECT: Final = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id"),
     )
 )
+# What a tool that wrote the folder says of itself.
+_REMARKS: Final = "unsloth_"
 
 
 class ConfigKeys:
@@ -109,10 +111,11 @@ class ConfigKeys:
 
     def problems(self) -> list[str]:
         """Each key that was refused, or that nothing has read."""
+        known = self._read | _WITHOUT_EFFECT
         unknown = [
             f"{self.where}{name} = {_shown(value)}: this key is unknown"
             for name, value in self.values.items()
-            if name not in self._read | _WITHOUT_EFFECT and value is not None
+            if not (name in known or name.startswith(_REMARKS)) and value is not None
         ]
         parts = [line for part in self._parts.values() for line in part.problems()]
         return [*self._problems, *unknown, *parts]
@@ -125,6 +128,11 @@ class ConfigKeys:
         """
         if problems := self.problems():
             raise _unreadable(problems)
+
+
+def ignored_keys(values: Mapping[str, Any]) -> list[str]:
+    """The keys about a tool that wrote the ``config.json``: ``unsloth_version``."""
+    return [name for name in values if name.startswith(_REMARKS)]
 
 
 def read_rope(

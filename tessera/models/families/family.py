@@ -98,7 +98,7 @@ class Family:
       write_config: The keys of a ``config.json``, without those of all families.
       tensors: A row for each parameter that a model of the family may have.
       tied: Tensors that a folder may have besides, each equal to another.
-      ignored: Patterns of names of tensors that the text model does not have.
+      ignored: Patterns of names of tensors that are not parameters of the text model.
       renamed: Prefixes of names in other folders, and what the table has for them.
       outer_keys: Keys without effect beside ``text_config``.
     """
@@ -110,7 +110,8 @@ class Family:
     write_config: Callable[[DecoderConfig], dict[str, Any]]
     tensors: tuple[Tensor, ...]
     tied: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
+    # Older versions of Transformers stored what the base of the rotation gives.
+    ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     renamed: tuple[tuple[str, str], ...] = (
         # A folder of the model without its head.
         ("embed_tokens.", "model.embed_tokens."),

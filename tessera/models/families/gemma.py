@@ -157,6 +157,7 @@ GEMMA3: Final = Family(
     tensors=_TABLE,
     tied=TIED,
     ignored=(
+        *Family.ignored,
         *("vision_tower.*", "multi_modal_projector.*"),
         *("model.vision_tower.*", "model.multi_modal_projector.*"),
     ),
