@@ -22,6 +22,7 @@ from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.families.family import Tensor
+from tessera.models.families.published import GENERATION_FILE, Published, read_published
 from tessera.models.merge_adapters import merge_adapters
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
@@ -83,6 +84,7 @@ def save_pretrained(
     *,
     model: DecoderModel,
     dtype: Any = None,
+    published: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
@@ -93,13 +95,16 @@ def save_pretrained(
       folder: Must not exist, or be empty; it appears once everything is written.
       model: The model of the parameters.
       dtype: What to round them to, such as ``"bf16"``; None keeps their dtype.
+      published: The folder that the model came from: what it says beside the model,
+        such as its context length, is written again.
       shard_bytes: A file holds no more than this, or one tensor.
 
     Returns:
       Bytes of the weights.
 
     Raises:
-      ModelFolderError: [T806] no family of Transformers computes this model.
+      ModelFolderError: [T806] no family of Transformers computes this model, or
+        ``published`` cannot be read.
       OutputPathError: [T504] the folder exists and is not empty.
       OSError: It cannot be written.
     """
@@ -112,7 +117,17 @@ def save_pretrained(
     layouts, read = merge_adapters(
         model.config, layouts, lambda name: np.asarray(arrays[name])
     )
-    return write_folder(folder, model.config, layouts, read, shard_bytes=shard_bytes)
+    source = Published() if published is None else read_published(published)
+    generation = {GENERATION_FILE: source.generation} if source.generation else {}
+    return write_folder(
+        folder,
+        model.config,
+        layouts,
+        read,
+        values=source.config_values(model.config, {}),
+        files=generation,
+        shard_bytes=shard_bytes,
+    )
 
 
 def write_weights(

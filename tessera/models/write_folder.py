@@ -15,12 +15,12 @@ import numpy as np
 
 from tessera.errors import ModelFolderError, OutputPathError
 from tessera.models.families.family import Tensor
+from tessera.models.families.published import Published
 from tessera.models.families.registry import CONFIG_FILE, family_for
 from tessera.models.merge_adapters import Layouts, Read, adapters_of
 from tessera.models.model_folder import INDEX, WEIGHTS
 from tessera.models.safetensors import write_file
 
-GENERATION_FILE: Final = "generation_config.json"
 # What Hugging Face's own writers take, in bytes.
 SHARD_BYTES: Final = 5 * 10**9
 # What PEFT calls its files, and what it puts before the names of modules.
@@ -35,7 +35,7 @@ def write_folder(
     layouts: Layouts,
     read: Read,
     *,
-    tokens: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
     files: Mapping[str, Path | Mapping[str, Any]] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
@@ -46,9 +46,8 @@ def write_folder(
       config: The configuration; one of another kind than a decoder's is refused.
       layouts: The parameters, and the dtype that each is written in; without adapters.
       read: Returns a parameter by name; called once for each, in order.
-      tokens: Ids of special tokens: ``bos_token_id``, ``eos_token_id``,
-        ``pad_token_id``; those that are absent are null. Without any, there is no
-        ``generation_config.json``.
+      values: The ``config.json``, without the dtype of the weights, if they have one;
+        None has what describes the configuration alone.
       files: Other files by name: each a file to copy, or the values of a JSON object.
       shard_bytes: A file of weights holds no more than this, or one tensor.
 
@@ -60,21 +59,17 @@ def write_folder(
       OutputPathError: [T504] the folder exists and is not empty.
       OSError: It cannot be written.
     """
-    family = family_for(config)
-    writer = _Writer(layouts, read)
-    tensors = writer.tensors(family.rows(layouts))
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    ids |= tokens or {}
-    values = family.values(config) | ids
+    values = dict(values or Published().config_values(config, {}))
     if len(dtypes := {dtype.name for dtype, _ in layouts.values()}) == 1:
-        values["dtype"] = dtypes.pop()
+        names = "dtype", *({"torch_dtype"} & {*values})
+        values |= dict.fromkeys(names, dtypes.pop())
+    writer = _Writer(layouts, read)
+    family = family_for(config, values["model_type"])
+    tensors = writer.tensors(family.rows(layouts))
     with _complete_folder(Path(folder)) as partial:
         size = writer.write_shards(partial, tensors, shard_bytes)
-        for name, content in {
-            **({GENERATION_FILE: ids} if tokens else {}),
-            **(files or {}),
-            CONFIG_FILE: values,
-        }.items():
+        for name, content in {**(files or {}), CONFIG_FILE: values}.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             if isinstance(content, Path):
                 shutil.copyfile(content, partial / name)
             else:

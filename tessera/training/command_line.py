@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,7 @@ from tessera.models.definition import (
     registered_model,
 )
 from tessera.models.families.config_keys import ignored_keys
+from tessera.models.families.published import published_texts
 from tessera.models.families.registry import CONFIG_FILE, family_of, read_config_file
 from tessera.training.config import Config
 from tessera.training.config_schema import as_text, schema, settings_of, typed
@@ -73,12 +74,15 @@ class Composed:
       text: The same as YAML, resolved: what ``config.yaml`` keeps of the run.
       output_dir: Where the run writes; nothing is created yet.
       notes: Lines for the log of the run.
+      published: The text of the files of the folder ``model=<folder>``, by name, that
+        an export of the run needs again.
     """
 
     config: Config
     text: str
     output_dir: Path
     notes: tuple[str, ...] = ()
+    published: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flat(self) -> dict[str, str]:
@@ -100,12 +104,14 @@ class _OwnModel:
       values: Settings of the group ``model`` that are not defaults.
       weights: The folder of its weights, if it has them.
       notes: Lines for the log of the run.
+      published: See ``Composed``.
     """
 
     definition: ModelDefinition
     values: Mapping[str, Any]
     weights: str | None = None
     notes: tuple[str, ...] = ()
+    published: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_from_command_line(
@@ -238,7 +244,8 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     with open_dict(config):
         del config["hydra"]
     notes = tuple(note for model in own.values() for note in model.notes)
-    return Composed(settings, as_text(config), Path(output_dir), notes)
+    published = next((model.published for model in own.values()), {})
+    return Composed(settings, as_text(config), Path(output_dir), notes, published)
 
 
 def _own_model(name: str) -> _OwnModel | None:
@@ -252,7 +259,8 @@ def _own_model(name: str) -> _OwnModel | None:
             f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
             for key in ignored_keys(values)
         )
-        return _OwnModel(definition_of(DECODER), sizes, str(folder), notes)
+        texts = published_texts(folder)
+        return _OwnModel(definition_of(DECODER), sizes, str(folder), notes, texts)
     if (definition := registered_model(name)) is None:
         return None
     values = {"name": definition.label, "definition": definition.name}

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run: join processes, prepare devices, open the folder, then train."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tessera.mesh import Mesh
+from tessera.models.families.published import published_texts
 from tessera.records.phases import PhaseClock
 from tessera.runtime.compile_cache import make_compile_cache
 from tessera.runtime.preemption_notices import CLOUDS, preemption_notices
 from tessera.runtime.process_group import Processes
 from tessera.runtime.time_limit import time_limit
 from tessera.training.build_run import Run
+from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.checkpoints.choose_checkpoint import choose_start
 from tessera.training.checkpoints.saving import Checkpoints
 from tessera.training.command_line import Composed
@@ -40,6 +43,16 @@ def run(composed: Composed) -> None:
     ):
         here.watchdog.subscribe(clock.enter)
         train(composed, here, lock, clock)
+
+
+def _published(composed: Composed, checkpoint: Checkpoint | None) -> Mapping[str, str]:
+    """The files of the folder that the model came from, which exports write again."""
+    path = composed.config.training.init_from
+    if composed.published:
+        return composed.published
+    if checkpoint is not None:
+        return checkpoint.metadata.published
+    return published_texts(path) if path and Path(path).is_dir() else {}
 
 
 def train(
@@ -79,7 +92,10 @@ def train(
             resumed_step=own,
             **description_of(run.mesh, here.count),
         ) as records,
-        Checkpoints(run, choice.root, composed.text, own, check) as checkpoints,
+        Checkpoints(
+            *(run, choice.root, composed.text, own, check),
+            published=_published(composed, choice.checkpoint),
+        ) as checkpoints,
     ):
         console.show_configuration(composed.text)
         for line in choice.warnings:

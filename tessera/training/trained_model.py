@@ -22,11 +22,11 @@ from tessera.mesh import Mesh
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.definition import ModelOptions, import_module
+from tessera.models.families.published import GENERATION_FILE
 from tessera.models.families.registry import read_config_file
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.weights import import_weights
-from tessera.models.write_folder import GENERATION_FILE
 from tessera.regular_files import check_regular
 from tessera.runtime.devices import prepare_devices
 from tessera.training.checkpoints.export_checkpoint import (

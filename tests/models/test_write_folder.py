@@ -15,7 +15,8 @@ from tessera.mesh import Mesh
 from tessera.models import DecoderModel, from_pretrained, save_pretrained
 from tessera.models.pipeline_stages import StageSplit
 from tessera.models.weights import import_weights
-from tests.models.published_folders import gemma3_tensors, write_folder
+from tessera.models.write_folder import write_folder as export_folder
+from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 
 
 @pytest.fixture
@@ -57,6 +58,19 @@ def test_a_round_trip_has_the_same_bits_on_any_mesh(folder, tmp_path, axes, size
     assert again.config == model.config
 
 
+def test_what_the_folder_says_beside_the_model_is_written_again(tmp_path):
+    values = {**GEMMA3, "max_position_embeddings": 32768, "eos_token_id": [1, 106]}
+    folder = write_folder(tmp_path / "a", gemma3_tensors(), values)
+    (folder / "generation_config.json").write_text('{"top_k": 64}')
+    model, params = from_pretrained(folder)
+    save_pretrained(params, tmp_path / "b", model=model, published=folder)
+    again = {
+        path.name: json.loads(path.read_text()) for path in tmp_path.glob("b/*.json")
+    }
+    assert again["config.json"].items() >= (values | {"dtype": "float32"}).items()
+    assert again["generation_config.json"] == {"top_k": 64}
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_narrow_tensors_come_back_in_their_dtype(tmp_path, dtype):
     narrow = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[dtype]
@@ -84,6 +98,16 @@ def test_large_weights_are_in_several_files_with_an_index(folder, tmp_path):
     assert_same_tensors(again, gemma3_tensors())
     reread = from_pretrained(again)[1]
     jax.tree.map(np.testing.assert_array_equal, reread, params)
+
+
+def test_other_files_may_be_in_folders_of_their_own(tmp_path):
+    file = tmp_path / "tools.jinja"
+    file.write_text("{{ tools }}")
+    config = from_pretrained(write_folder(tmp_path / "a", gemma3_tensors()))[0].config
+    export_folder(
+        tmp_path / "b", config, {}, lambda name: name, files={"more/tools.jinja": file}
+    )
+    assert (tmp_path / "b" / "more" / "tools.jinja").read_text() == "{{ tools }}"
 
 
 def test_nothing_is_overwritten(folder, tmp_path):

@@ -17,7 +17,7 @@ from tessera.training.config_schema import settings_of_text
 from tessera.training.main import configs_dir, main
 from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 
-VALUES = {**GEMMA3, "vocab_size": 264}
+VALUES = {**GEMMA3, "vocab_size": 264, "max_position_embeddings": 32768}
 SMALL = (
     *("training.sequence_length=16", "training.micro_batch_size=4"),
     *(
@@ -113,6 +113,8 @@ def test_a_folder_is_trained_resumed_and_exported_by_commands(folder, tmp_path):
     assert main([*words, "training.steps=1"]) == 0
     assert main([*words, "training.steps=2", "training.resume=auto"]) == 0
     assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format=hf"]) == 0
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["max_position_embeddings"] == VALUES["max_position_embeddings"]
     before, after = from_pretrained(folder), from_pretrained(tmp_path / "out")
     assert after[0].config == before[0].config
     jax.tree.map(

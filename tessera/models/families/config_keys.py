@@ -130,6 +130,15 @@ class ConfigKeys:
             raise _unreadable(problems)
 
 
+def without_effect(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys and values that say nothing of what a model computes."""
+    return {
+        name: value
+        for name, value in values.items()
+        if name in _WITHOUT_EFFECT or name.startswith(_REMARKS)
+    }
+
+
 def ignored_keys(values: Mapping[str, Any]) -> list[str]:
     """The keys about a tool that wrote the ``config.json``: ``unsloth_version``."""
     return [name for name in values if name.startswith(_REMARKS)]

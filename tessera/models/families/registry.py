@@ -41,19 +41,44 @@ def read_config_file(folder: str | Path) -> dict[str, Any]:
     Raises:
       ModelFolderError: [T806] there is none, or it is no JSON object.
     """
-    path = Path(folder) / CONFIG_FILE
+    return read_object(Path(folder) / CONFIG_FILE)[1]
+
+
+def read_object(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a folder's JSON file, and its values.
+
+    Raises:
+      ModelFolderError: [T806] there is no such file, or it is no JSON object.
+    """
     try:
         check_regular(path)
-        values = parse_json(path.read_bytes(), longest=_LONGEST)
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return text, parse_object(text, path)
+
+
+def parse_object(text: str, path: str | Path) -> dict[str, Any]:
+    """The values of a JSON object.
+
+    Raises:
+      ModelFolderError: [T806] it is none.
+    """
+    try:
+        values = parse_json(text, longest=_LONGEST)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(
-            f"{path} cannot be read",
-            got=getattr(error, "strerror", None) or str(error),
-            fix="name the folder of a published model, which has a config.json",
-        ) from error
+    except ValueError as error:
+        raise _unreadable(path, error) from error
     return values
+
+
+def _unreadable(path: str | Path, error: Exception) -> ModelFolderError:
+    return ModelFolderError(
+        f"{path} cannot be read",
+        got=getattr(error, "strerror", None) or str(error),
+        fix="name the folder of a published model, which has a config.json",
+    )
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
@@ -73,15 +98,20 @@ def family_of(values: Mapping[str, Any]) -> Family:
     return by_type[model_type]
 
 
-def family_for(config: Any) -> Family:
+def family_for(config: Any, model_type: str | None = None) -> Family:
     """The first family whose ``config.json`` can describe a configuration.
+
+    Args:
+      config: The configuration; there is no family for one of another kind of model.
+      model_type: Of the family that is looked at before all others.
 
     Raises:
       ModelFolderError: [T806] there is none; lists the fields that each would change.
     """
     is_decoder = isinstance(config, DecoderConfig)
     lines = [] if is_decoder else [f"its configuration is a {type(config).__name__}"]
-    for family in FAMILIES if is_decoder else ():
+    families = sorted(FAMILIES, key=lambda one: model_type not in one.model_types)
+    for family in families if is_decoder else ():
         try:
             again = family.config(family.values(config))
         except TesseraError as error:

@@ -16,6 +16,7 @@ from tessera.errors import (
     UnknownModelError,
 )
 from tessera.mesh import Mesh
+from tessera.models.families.published import GENERATION_FILE, Published
 from tessera.models.families.registry import CONFIG_FILE, family_of, read_config_file
 from tessera.models.merge_adapters import (
     Layouts,
@@ -105,7 +106,13 @@ def export_checkpoint(
     if kind == "safetensors":
         return write_file(layouts, read)
     tokens, files = tokenizer_files(config.data)
-    return write_folder(file, decoder, layouts, read, tokens=tokens, files=files)
+    published = Published.parse(metadata.published)
+    if generation := published.generation_values(tokens):
+        files = {GENERATION_FILE: generation, **files}
+    values = published.config_values(
+        decoder, tokens, length=config.training.sequence_length
+    )
+    return write_folder(file, decoder, layouts, read, values=values, files=files)
 
 
 def _check_adapters(config: Config) -> None:

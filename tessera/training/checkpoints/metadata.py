@@ -7,7 +7,7 @@ only the dataclasses below, whatever the file contains.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -63,6 +63,8 @@ class Metadata:
       random: Seed and implementation of the random keys.
       config: The run's configuration, YAML.
       versions: Versions of Tessera, JAX and other libraries that wrote it.
+      published: The text of the files of the folder that the model came from, by name,
+        which an export writes again; none if it came from no folder.
       blocks: The entry of the parameters that is stored by stage.
       is_validated: Whether the evaluation that is due after the step has run.
       schema: Version of the checkpoint format.
@@ -77,6 +79,7 @@ class Metadata:
     random: Mapping[str, str | int]
     config: str
     versions: Mapping[str, str]
+    published: Mapping[str, str] = field(default_factory=dict)
     blocks: str = "decoder"
     is_validated: bool = True
     schema: Count = SCHEMA

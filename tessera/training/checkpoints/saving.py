@@ -13,14 +13,14 @@ being written; and it recreates the folder of a run that was renamed or taken ov
 
 import errno
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import jax
 
@@ -73,6 +73,7 @@ class Checkpoints:
       config: The run's configuration, YAML.
       resumed_step: The step that it resumes from in this folder, or None.
       check: Raises if the run's folder was moved, or belongs to another run now.
+      published: The text of the files of the folder that the model came from, by name.
 
     Raises:
       CheckpointWriteError: [T804] nothing can be written there, or there is no room.
@@ -85,8 +86,10 @@ class Checkpoints:
         config: str,
         resumed_step: int | None = None,
         check: Callable[[], None] = lambda: None,
+        published: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._run, self._root, self._config = run, root, config
+        self._published = dict(published)
         self._check_folder = check
         self._open_root = root
         self._is_first = jax.process_index() == 0
@@ -237,7 +240,11 @@ class Checkpoints:
                 write.finish()
                 if self._is_first:
                     metadata = metadata_of(self._run, step, cursor, self._config)
-                    metadata = replace(metadata, is_validated=is_validated)
+                    metadata = replace(
+                        metadata,
+                        is_validated=is_validated,
+                        published=self._published,
+                    )
                     self.last_save = self._complete(path, metadata, begun, blocked)
             except Exception as error:
                 self._abandon(path, error)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from tessera.models.write_folder import GENERATION_FILE
+from tessera.models.families.published import GENERATION_FILE
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.tokenization import load_tokenizer
 
@@ -14,6 +14,7 @@ _OWN: Final = ("tokenizer.json", "tokenizer.model")
 _BESIDE: Final = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
+    *("vocab.json", "merges.txt"),
 )
 
 
@@ -48,6 +49,8 @@ def tokenizer_files(
     }
     if path.is_dir() or path.name in _OWN:
         files |= {name: folder / name for name in _BESIDE if (folder / name).is_file()}
+        templates = folder.glob("additional_chat_templates/*.jinja")
+        files |= {f"{path.parent.name}/{path.name}": path for path in templates}
     # Without it, Transformers chooses a class by the model, which may be another.
     default = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if "tokenizer.json" in files:

@@ -91,6 +91,10 @@ def test_a_tokenizer_is_copied_with_what_stands_beside_it(tokenizer):
     beside = tokenizer.with_name("generation_config.json")
     beside.write_text('{"eos_token_id": [1, 106]}')
     tokenizer.with_name("notes.txt").touch()
+    tokenizer.with_name("merges.txt").touch()
+    template = tokenizer.with_name("additional_chat_templates") / "tools.jinja"
+    template.parent.mkdir()
+    template.touch()
     tokens, files = tokenizer_files(
         DataConfig(name="text", path="x", tokenizer=str(tokenizer))
     )
@@ -98,6 +102,8 @@ def test_a_tokenizer_is_copied_with_what_stands_beside_it(tokenizer):
     assert files == {
         "tokenizer.json": tokenizer,
         "generation_config.json": beside,
+        "merges.txt": tokenizer.with_name("merges.txt"),
+        "additional_chat_templates/tools.jinja": template,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     }
 

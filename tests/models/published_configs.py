@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``config.json`` of published models: all of their keys, and small sizes."""
+
+from types import MappingProxyType
+from typing import Any, Final
+
+_SIZES: Final = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+}
+_COMMON: Final = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-05,
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+}
+_QWEN3: Final = {
+    **_SIZES,
+    **_COMMON,
+    "bos_token_id": 151,
+    "eos_token_id": 153,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}
+_GEMMA: Final = {
+    **_SIZES,
+    **_COMMON,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "head_dim": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "torch_dtype": "bfloat16",
+}
+_GEMMA3: Final = {
+    **_GEMMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window_pattern": 6,
+}
+
+CONFIGS: Final = MappingProxyType[str, dict[str, Any]](
+    {
+        "Llama 3.1": {
+            **_SIZES,
+            **_COMMON,
+            "architectures": ["LlamaForCausalLM"],
+            "bos_token_id": 128,
+            "eos_token_id": [129, 130, 131],
+            "hidden_act": "silu",
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "pretraining_tp": 1,
+            "rope_scaling": {
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        },
+        "Mistral 0.3": {
+            **_SIZES,
+            "architectures": ["MistralForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "max_position_embeddings": 32768,
+            "model_type": "mistral",
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.42.0.dev0",
+            "use_cache": True,
+        },
+        "Qwen 3": {
+            **_QWEN3,
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+        },
+        "Qwen 3 MoE": {
+            **_QWEN3,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": True,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        "Gemma 2": {
+            **_GEMMA,
+            "architectures": ["Gemma2ForCausalLM"],
+            "attn_logit_softcapping": 50.0,
+            "eos_token_id": [1, 107],
+            "final_logit_softcapping": 30.0,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "model_type": "gemma2",
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+        },
+        "Gemma 3": _GEMMA3,
+        "Gemma 3, multimodal": {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "boi_token_index": 255,
+            "eoi_token_index": 256,
+            "eos_token_id": [1, 106],
+            "image_token_index": 262,
+            "initializer_range": 0.02,
+            "mm_tokens_per_image": 256,
+            "model_type": "gemma3",
+            "text_config": {
+                **{key: value for key, value in _GEMMA3.items() if key[:3] != "eos"},
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.50.0.dev0",
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+        },
+    }
+)
+"""By the name of the model. The text model of a multimodal one is read."""
