@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from tessera.errors import TesseraError
 from tessera.runtime.accelerators import find_accelerators
+from tessera.runtime.python_process import python_command
 from tessera.runtime.rank_consistency import installed
 from tessera.version import __version__
 
@@ -150,7 +151,7 @@ def _start_jax(environ: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
     """JAX's platform and devices, or the problem that prevents it from starting."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            python_command(_PROBE),
             # A GPU that a run uses has no memory left to preallocate.
             env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environ},
             stdin=subprocess.DEVNULL,

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from tessera.runtime.python_process import module_command
+
 _AUTO = {"model.mesh_shape=auto", "training.remat=auto"}
 
 
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _AUTO.isdisjoint(words):
         return train(words)
     done = subprocess.run(
-        [sys.executable, "-m", "tessera.planner.auto_layout"],
+        module_command("tessera.planner.auto_layout"),
         input=json.dumps(words),
         stdout=subprocess.PIPE,
         text=True,

@@ -5,8 +5,8 @@ What is chosen becomes part of the command line, so ``config.yaml`` has it as if
 been written. A run that goes on from a folder keeps the layout of that folder, and on
 another number of devices its global batch.
 
-``python -m tessera.planner.auto_layout`` does it in a process of its own: planning
-starts JAX, and the trainer decides how JAX starts in its process.
+``main`` does it in a process of its own: planning starts JAX, and the trainer decides
+how JAX starts in its process.
 """
 
 import json
@@ -29,6 +29,7 @@ from tessera.planner.plan_run import plan_run
 from tessera.planner.search import Candidate
 from tessera.runtime.accelerators import assign_devices
 from tessera.runtime.cluster import Cluster, detect
+from tessera.runtime.python_process import python_command
 from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
 from tessera.training.checkpoints.choose_checkpoint import AUTO as AUTO_RESUME
@@ -210,7 +211,7 @@ def _devices_of(cluster: Cluster) -> str:
     A rank of other devices plans otherwise, and then the ranks do not agree (T707).
     """
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE],
+        python_command(_PROBE),
         # Other ranks look at the same devices, whose memory nobody is to take.
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
@@ -272,7 +273,3 @@ def main() -> int:
         return error.exit_code
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

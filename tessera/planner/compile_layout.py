@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles one layout for its target, in a process of its own.
 
-``python -m tessera.planner.compile_layout`` reads the words of a command line as a JSON
-list from its input, and writes one JSON object: what the compiler and the timeline say,
-or the error.
+``main`` reads the words of a command line as a JSON list from the input, and writes one
+JSON object: what the compiler and the timeline say, or the error.
 """
 
 import json
@@ -55,7 +54,3 @@ def main() -> int:
         found = {"code": error.code, "error": error.what, "got": error.got}
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

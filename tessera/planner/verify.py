@@ -8,13 +8,13 @@ that turns out not to fit makes room for the next one.
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tessera.planner.search import Candidate
+from tessera.runtime.python_process import module_command
 
 TIMEOUT: Final = 900.0
 """Seconds after which the compiler of a layout is stopped."""
@@ -103,7 +103,7 @@ def _compile(words: list[str]) -> dict[str, Any]:
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _MODULE],
+            module_command(_MODULE),
             input=json.dumps(words),
             capture_output=True,
             text=True,

@@ -17,6 +17,7 @@ from tessera.errors import ProcessLayoutError
 from tessera.runtime.accelerators import find_accelerators
 from tessera.runtime.cluster import detect
 from tessera.runtime.launcher import Plan
+from tessera.runtime.python_process import module_command
 
 _A_YEAR_S: Final = 31_536_000
 _DESCRIPTION: Final = """\
@@ -51,7 +52,7 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """
     options = _parser().parse_args(arguments)
     plan = Plan(
-        command=(sys.executable, *_program(options.program), *options.arguments),
+        command=_command(options.program, options.arguments),
         num_ranks=options.nprocs or len(find_accelerators(environ)) or 1,
         max_restarts=options.max_restarts,
         grace=options.grace,
@@ -59,12 +60,14 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
     return _with_ranks(plan, environ)
 
 
-def _program(name: str) -> tuple[str, ...]:
+def _command(name: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """What Python runs: a file, or the command tessera with one of its subcommands."""
     if name == "tessera":
-        return "-m", name
+        return module_command("tessera.__main__", *arguments)
     is_file = Path(name).is_file() or Path(name, "__main__.py").is_file()
-    return (name,) if is_file or not name.isalpha() else ("-m", "tessera", name)
+    if is_file or not name.isalpha():
+        return (sys.executable, name, *arguments)
+    return module_command("tessera.__main__", name, *arguments)
 
 
 def _with_ranks(plan: Plan, environ: Mapping[str, str]) -> Plan:

@@ -26,16 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 from tessera.errors import SettingConflictError, SettingValueError
 from tessera.runtime.cluster import detect
 from tessera.runtime.exit_codes import STOP_SIGNALS, shell_exit_code
+from tessera.runtime.python_process import module_command
 from tessera.training.overrides import is_of_hydra
 
 # Combinations that are checked before the first run starts; each is when it starts.
 _MOST_CHECKED: Final = 256
-_PROGRAM: Final = f"""\
-import sys
-sys.path.append({str(Path(__file__).parents[2])!r})
-from tessera.training.main import main
-sys.exit(main())
-"""
 
 
 class SweepRunError(RuntimeError):
@@ -120,7 +115,7 @@ def _run(config: DictConfig) -> None:
     overrides = [*job.overrides.task, f"hydra.run.dir='{folder}'"]
     # In a process group of its own: Ctrl-C reaches it once, through this process.
     process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, *overrides], process_group=0
+        module_command("tessera.training.main", *overrides), process_group=0
     )
     with _forwarded(process):
         code = shell_exit_code(process.wait())

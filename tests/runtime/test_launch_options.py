@@ -9,6 +9,7 @@ from tessera.errors import ProcessLayoutError
 from tessera.runtime.cluster import detect
 from tessera.runtime.launch_options import make_plan
 from tessera.runtime.launcher import rank_variables
+from tessera.runtime.python_process import module_command
 from tests.runtime.test_cluster import KUBERNETES, OPEN_MPI, SLURM, TORCHRUN
 
 CPU = {"JAX_PLATFORMS": "cpu"}
@@ -22,7 +23,8 @@ def test_the_program_and_its_arguments_are_passed_on_as_they_are():
 
 def test_the_command_tessera_is_started_as_a_module():
     plan = make_plan(["--nprocs=2", "tessera", "train", "model=tiny"], CPU)
-    assert plan.command == (sys.executable, "-m", "tessera", "train", "model=tiny")
+    expected = module_command("tessera.__main__", "train", "model=tiny")
+    assert plan.command == expected
 
 
 def test_a_subcommand_is_started_as_one_unless_there_is_a_program_of_its_name(
@@ -30,7 +32,7 @@ def test_a_subcommand_is_started_as_one_unless_there_is_a_program_of_its_name(
 ):
     monkeypatch.chdir(tmp_path)
     arguments = ["--nprocs=2", "train", "model=tiny"]
-    expected = (sys.executable, "-m", "tessera", "train", "model=tiny")
+    expected = module_command("tessera.__main__", "train", "model=tiny")
     assert make_plan(arguments, CPU).command == expected
     (tmp_path / "train").mkdir()  # data, perhaps
     assert make_plan(arguments, CPU).command == expected

@@ -22,9 +22,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     runs: list[list[str]] = []
 
     class Process:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            assert command[:2] == [sys.executable, "-c"]
-            runs.append(command[3:])
+        def __init__(self, command: tuple[str, ...], **_: Any) -> None:
+            assert command[:3] == (sys.executable, "-P", "-c")
+            runs.append([*command[4:]])
 
         def wait(self) -> int:
             return {"training.seed=13": 3, "training.seed=75": 75}.get(runs[-1][0], 0)

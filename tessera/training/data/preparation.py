@@ -16,7 +16,6 @@ import logging
 import os
 import pickle
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -27,6 +26,7 @@ from typing import Any, Final
 
 from tessera.errors import TesseraError, TokenCacheError
 from tessera.file_locks import lock
+from tessera.runtime.python_process import module_command
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.encoding import Encoder
@@ -294,13 +294,11 @@ def _run_workers(job: Job, count: int) -> None:
       TesseraError: As ``make_blocks`` would raise it in one process.
     """
     # Not multiprocessing, which would run an unguarded main module again.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tessera.training.data.preparation_worker"],
+            module_command("tessera.training.data.preparation_worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
             start_new_session=True,  # Ctrl-C is for this process
         )
         for _ in range(count)

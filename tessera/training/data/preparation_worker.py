@@ -33,7 +33,3 @@ def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()
