@@ -50,6 +50,15 @@ _MEANINGS: Final = {
         "the ranks run different code",
         "bring all machines to the same commit, without changes of their own",
     ),
+    "modules": (
+        "the ranks import different modules",
+        "bring the module of the model, and what it imports, to all machines alike",
+    ),
+    "data": (
+        "the ranks read different data",
+        "bring the same files of text and of the tokenizer to all machines; each looks "
+        "up relative paths in its own current folder",
+    ),
     "step": (
         "the ranks compiled different steps",
         "look for what differs in their environments, such as JAX_* and XLA_FLAGS, and "
@@ -85,6 +94,43 @@ def code_fingerprint() -> dict[str, str]:
     # pip writes a script such as bin/tessera with the path of its environment inside.
     if program and Path(program).parent != Path(sysconfig.get_path("scripts")):
         files[Path(program).name] = Path(program)
+    return _file_hashes(files)
+
+
+def module_fingerprint(names: Iterable[str]) -> dict[str, str]:
+    """A hash of the files of modules, and of what they import from their own folders.
+
+    Args:
+      names: Modules of the user, which were imported; a part after ``:`` is left out.
+    """
+    named = {name.partition(":")[0].partition(".")[0] for name in names}
+    installed_in = {sysconfig.get_path(name) for name in ("stdlib", "purelib")}
+    files = {
+        name: Path(file)
+        for name, module in sys.modules.copy().items()
+        if (file := getattr(module, "__file__", None)) and name != "__main__"
+    }
+    folders = {
+        str(_import_folder(name, path))
+        for name, path in files.items()
+        if name.partition(".")[0] in named
+    }
+    own = {
+        name: path
+        for name, path in files.items()
+        if name.partition(".")[0] in named
+        or str(_import_folder(name, path)) in folders - installed_in
+    }
+    return _file_hashes(own)
+
+
+def _import_folder(name: str, path: Path) -> Path:
+    """The folder of ``sys.path`` that a module is below."""
+    depth = name.count(".") + (path.stem == "__init__")
+    return path.parents[min(depth, len(path.parents) - 1)]
+
+
+def _file_hashes(files: Mapping[str, Path]) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for name, path in sorted(files.items()):
         try:

@@ -30,6 +30,7 @@ from tessera.training import optimizer_offload
 from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import Config, data_parallel_groups
 from tessera.training.data import Corpus, load
+from tessera.training.data.tokenization import tokenizer_fingerprint
 from tessera.training.data.vocabulary import check_tokens
 from tessera.training.device_checks import check_compilable, check_fp8, check_state_fits
 from tessera.training.host_data_sharding import HostShard
@@ -189,6 +190,12 @@ class Run:
         kinds = Counter(re.findall(r"\b(?:stablehlo|sdy)\.\w+", text))
         counts = {kind: str(number) for kind, number in sorted(kinds.items())}
         return hashlib.sha256(text.encode()).hexdigest()[:16], counts
+
+    def data_fingerprint(self, corpus: Corpus) -> tuple[str, dict[str, str]]:
+        """A fingerprint of the data and of the tokenizer, and those of their parts."""
+        tokenizer = tokenizer_fingerprint(self.config.data.tokenizer)
+        parts = corpus.fingerprint_parts() | {"tokenizer": tokenizer}
+        return corpus.fingerprint, parts
 
     @cached_property
     def abstract_state(self) -> TrainState:

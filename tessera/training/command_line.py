@@ -10,7 +10,7 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +76,7 @@ class Composed:
       notes: Lines for the log of the run.
       published: The text of the files of the folder ``model=<folder>``, by name, that
         an export of the run needs again.
+      modules: Those of ``--module``, which were imported.
     """
 
     config: Config
@@ -83,6 +84,7 @@ class Composed:
     output_dir: Path
     notes: tuple[str, ...] = ()
     published: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     @property
     def flat(self) -> dict[str, str]:
@@ -152,6 +154,7 @@ def read_command_line(
         if flags.multirun and not (flags.help or flags.cfg):
             return _sweep(overrides, config_dir)
         composed = compose(overrides, config_dir)
+        composed = replace(composed, modules=tuple(flags.module))
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -9,10 +9,12 @@ import jax
 
 from tessera import _jax_targets
 from tessera.compiler.lower.jit import COMMAND_BUFFERS
+from tessera.models.definition import DECODER
 from tessera.runtime.cluster import Cluster, detect
 from tessera.runtime.compile_cache import open_compile_cache
 from tessera.runtime.devices import prepare_devices
 from tessera.runtime.process_group import Processes, Timeouts, joined
+from tessera.runtime.rank_consistency import module_fingerprint
 from tessera.runtime.xla_options import compiler_options
 from tessera.scope import current_plan, set_plan
 from tessera.training.command_line import Composed
@@ -22,7 +24,9 @@ from tessera.training.folder_lock import FolderLock
 
 def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
     """The processes of the run; a dry run is one of its own, and writes nothing."""
-    runtime = composed.config.runtime
+    runtime, model = composed.config.runtime, composed.config.model
+    is_own = model.definition != DECODER
+    modules = (*composed.modules, *((model.definition,) if is_own else ()))
     return joined(
         Cluster(source="a dry run")
         if composed.config.training.dry_run
@@ -32,7 +36,10 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
             num_processes=runtime.num_processes,
             process_id=runtime.process_id,
         ),
-        {"configuration": composed.of_all_ranks},
+        {
+            "configuration": composed.of_all_ranks,
+            "modules": module_fingerprint(modules),
+        },
         shared=str(composed.output_dir.absolute()),
         claim=None if composed.config.training.dry_run else lock,
         platform=runtime.platform,

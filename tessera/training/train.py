@@ -71,6 +71,8 @@ def train(
         check_tracker(settings.training.tracker)
     # Nothing but the lock is written before all that can be wrong was looked at.
     corpus = run.load_data()
+    if here.count > 1:
+        here.compare("data", *run.data_fingerprint(corpus))
     choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
     messages += choice.check(run, corpus, composed.text)
     folder, own, check = None, choice.own_step, lock.check

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fingerprints of ranks, and how they are compared."""
 
+import importlib
 import platform
 import sys
 
@@ -13,6 +14,7 @@ from tessera.runtime.rank_consistency import (
     device_fingerprint,
     difference_error,
     differences,
+    module_fingerprint,
     version_fingerprint,
 )
 
@@ -34,6 +36,26 @@ def test_code_is_every_file_of_the_package_and_changes_with_it(monkeypatch, tmp_
     before = code_fingerprint()["tessera/a.py"]
     module.write_text("a = 2\n")
     assert code_fingerprint()["tessera/a.py"] != before
+
+
+def test_modules_are_the_named_ones_and_what_they_import_beside_them(
+    monkeypatch, tmp_path
+):
+    for name in ("mine_a", "mine_b", "mine_c/__init__", "mine_c/d", "other/mine_e"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("import json\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    for name in ("mine_a", "mine_b", "mine_c.d", "mine_e"):
+        importlib.import_module(name)
+    before = module_fingerprint(["mine_c.d:Model"])
+    assert [*before] == ["mine_a", "mine_b", "mine_c", "mine_c.d"]
+    (tmp_path / "mine_b.py").write_text("import math\n")
+    after = module_fingerprint(["mine_a"])
+    assert [name for name in before if before[name] != after[name]] == ["mine_b"]
+    assert module_fingerprint([]) == {}
+    assert all(name.startswith("json") for name in module_fingerprint(["json"]))
 
 
 def test_devices_of_a_run_on_the_cpu_are_the_cpus_whatever_else_is_there():

@@ -193,6 +193,20 @@ class Corpus:
         validation = _fingerprint([s.validation_rows for s in self.sources])
         return _digest(f"{sorted(self.order.items())} {validation}")
 
+    def fingerprint_parts(self) -> dict[str, str]:
+        """What ``fingerprint`` is of, for messages about ranks that differ."""
+        sides = [
+            (f"{side} text of {source.name}", rows)
+            for source in self.sources
+            for side, rows in (
+                ("training", source.train_rows),
+                ("validation", source.validation_rows),
+            )
+        ]
+        return {
+            name: f"{_sizes(rows)} ({rows.stream.fingerprint})" for name, rows in sides
+        }
+
     @cached_property
     def order(self) -> Mapping[str, str | int]:
         """Everything that determines the order of training rows, for cursors."""

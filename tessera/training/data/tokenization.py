@@ -5,6 +5,7 @@ The two libraries are the optional extra ``tessera[tokenizers]`` and are importe
 one of their files is used. Nothing is ever downloaded.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -296,6 +297,14 @@ def tokenizer_files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     path = _file_in(path) if path.is_dir() else path
     return [path, *folder_files(path)]
+
+
+def tokenizer_fingerprint(name: str) -> str:
+    """A hash of those files, 16 hex digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in tokenizer_files(name):
+        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _file_in(folder: Path) -> Path:
