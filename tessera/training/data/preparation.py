@@ -2,7 +2,7 @@
 """Makes the tokens of a corpus once, in parallel, into a cache of blocks.
 
 The units of a corpus are grouped into blocks, which are named after the content of
-their files (by path, size and time of modification), the tokenizer and the settings
+their files (by path, size, inode and times of change), the tokenizer and the settings
 that change tokens. Blocks that exist are not made again. The others are made by worker
 processes, each of which takes the next block that nobody has locked. So a preparation
 that was killed continues with the blocks that are missing, and several runs or hosts

@@ -70,12 +70,17 @@ class Unit:
     def identity(self) -> str:
         """Text that changes with the range, or when the file is written again.
 
+        Whoever writes a file can set its time of modification, as ``rsync --times``
+        does, but not the time of its last change, nor the inode of another file. To
+        hash the content would take minutes for 100 GB, at each start.
+
         Raises:
           DataNotFoundError: [T601] the file does not exist.
         """
         where = f"{os.path.abspath(self.path)!r} {self.format} {self.begin} {self.end}"
         status = self.status
-        return f"{where} {status.st_size} {status.st_mtime_ns}"
+        times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+        return f"{where} {status.st_size} {status.st_ino} {times}"
 
     @property
     def compression(self) -> str:

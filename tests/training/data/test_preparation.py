@@ -103,6 +103,24 @@ def test_a_file_of_the_same_size_that_is_written_again_is_read_again(folder, tmp
     assert corpus(folder, tmp_path / "cache").fingerprint != first.fingerprint
 
 
+@pytest.mark.parametrize("way", ["written", "moved"])
+def test_other_content_of_the_same_size_and_time_is_read(folder, tmp_path, way):
+    first = corpus(folder, tmp_path / "cache")
+    path = folder / "3.txt"
+    status, content = path.stat(), path.read_text().replace("text", "tset")
+    if way == "moved":
+        (tmp_path / "new").write_text(content)
+        (tmp_path / "new").rename(path)
+    else:
+        path.write_text(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (
+        status.st_size,
+        status.st_mtime_ns,
+    )
+    assert corpus(folder, tmp_path / "cache").fingerprint != first.fingerprint
+
+
 def test_files_with_the_same_name_size_and_time_are_not_confused(tmp_path):
     for name, text in (("a", "one"), ("b", "two")):
         (tmp_path / name).mkdir()
