@@ -49,15 +49,7 @@ def _parser() -> ArgumentParser:
 def _prompts(options: Namespace) -> list[str]:
     prompts = list(options.prompts)
     if options.prompts_file is not None:
-        try:
-            content = Path(options.prompts_file).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DataNotFoundError(
-                "the file of prompts cannot be read",
-                got=f"{options.prompts_file}: {error}",
-                fix="name a UTF-8 file with one prompt in each line",
-            ) from error
-        prompts += content.splitlines()
+        prompts += _lines(options.prompts_file)
     of_chats = options.system, options.messages_file
     mistakes = {
         "no prompt": not prompts and options.messages_file is None,
@@ -73,6 +65,27 @@ def _prompts(options: Namespace) -> list[str]:
             "use --chat for conversations",
         )
     return prompts
+
+
+def _lines(path: str) -> list[str]:
+    """The prompts of a file, one in each line."""
+    try:
+        content = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise DataNotFoundError(
+            "the file of prompts cannot be read",
+            got=f"{path}: {error}",
+            fix="name a UTF-8 file with one prompt in each line",
+        ) from error
+    # Not splitlines, which also ends lines at U+2028 and the like.
+    lines = content.removesuffix("\n").split("\n") if content else []
+    if blank := [number for number, line in enumerate(lines, 1) if not line.strip()]:
+        raise OperandError(
+            "a line of the file of prompts is blank",
+            got=f"{path}: line {', '.join(map(str, blank[:8]))}",
+            fix="remove it, or write a prompt there",
+        )
+    return lines
 
 
 def _conversations(

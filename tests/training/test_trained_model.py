@@ -15,7 +15,7 @@ from tessera.errors import (
     MeshShapeError,
     TokenizerError,
 )
-from tessera.generate import main
+from tessera.generate import _lines, main
 from tessera.mesh import Mesh
 from tessera.models import generate
 from tessera.training.build_run import Run
@@ -115,6 +115,20 @@ def test_several_prompts_are_lines_of_json(
     stop = lines[1]["text"][2]
     cut = written(capsys, str(run_folder), "two", *options[:2], f"--stop={stop}")
     assert cut[:-1] == lines[1]["text"].partition(stop)[0]
+
+
+def test_a_file_of_prompts_has_one_in_each_line(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes("\ufeffone\r\n two\u2028\nthree\x0c\n".encode())
+    assert _lines(str(path)) == ["one", " two\u2028", "three\x0c"]
+    path.write_text("one\n\ntwo\n \n")
+    assert main(["run", f"--prompts-file={path}"]) != 0
+    assert capsys.readouterr().err.startswith(
+        f"[T401] a line of the file of prompts is blank\n  got: {path}: line 2, 4\n"
+    )
+    path.write_text("")
+    assert main(["run", f"--prompts-file={path}"]) != 0
+    assert "got: no prompt\n" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -122,6 +122,19 @@ def test_rows_without_a_text_are_counted(tmp_path):
         read(list_files(str(path)), text_key="id")
 
 
+def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ["é".encode(), b"\xff", b""])
+    bad_records = BadRecords(1)
+    records = read(list_files(str(path)), bad_records)
+    assert [r.text for r in records] == ["é", ""]
+    assert str(bad_records).endswith("row 2: it is not UTF-8: byte 0xff")
+    days = arrow.array([1, None], arrow.date32())
+    write_parquet(path, ["", ""], day=days)
+    with pytest.raises(BadRecordError, match="'day' is of the type date, not text"):
+        read(list_files(str(path)), text_key="day")
+
+
 def test_messages_are_read_from_rows_and_lines(tmp_path):
     messages = [
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
