@@ -7,6 +7,7 @@ units          cuts files into train and validation, and into parts for workers
 records        reads the texts or conversations of a part
 record_values  checks texts and conversations
 tables         reads a column of Parquet and Arrow files
+parquet_pages  sizes of pages before they are read
 bad_records    counts the records that cannot be used
 tokenization   text -> ids and back
 tokenizer_folder

@@ -27,10 +27,16 @@ from tessera.training.data.record_values import (
     text_value,
     unused_keys,
 )
-from tessera.training.data.tables import column_names, read_columns
-from tessera.training.data.units import JSON_LINES, MOST_TEXT_BYTES, TEXT, Unit
+from tessera.training.data.tables import TOO_LONG, column_names, read_columns
+from tessera.training.data.units import (
+    JSON_LINES,
+    MOST_TEXT_BYTES,
+    TEXT,
+    Unit,
+    line_sizes,
+)
 
-_MOST_LINE_BYTES: Final = 64 * 2**20
+_MOST_RECORD_BYTES: Final = 64 * 2**20
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _FIRST_BYTES: Final[Mapping[bytes, str]] = MappingProxyType(
     {
@@ -185,16 +191,15 @@ def _read_lines(
     offset = unit.begin
     with unit.open(unit.begin) as stream:
         while unit.end is None or offset < unit.end:
-            line = stream.readline(_MOST_LINE_BYTES + 1)
+            line = stream.readline(_MOST_RECORD_BYTES + 1)
             size = len(line)
-            # The rest of a line that is too long to be read.
-            while len(line) > _MOST_LINE_BYTES and not line.endswith(b"\n"):
-                rest = stream.readline(_MOST_LINE_BYTES)
-                size += len(rest)
-                if not rest or rest.endswith(b"\n"):
-                    break
             if not size:
                 return
+            if size > _MOST_RECORD_BYTES and not line.endswith(b"\n"):
+                line = b""  # before the rest is read
+                yield offset, _refuse_length
+                offset += size + next(line_sizes(stream), (0, False))[0]
+                continue
             if not offset:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
@@ -202,10 +207,12 @@ def _read_lines(
             offset += size
 
 
+def _refuse_length() -> Mapping[str, Any]:
+    most = f"{_MOST_RECORD_BYTES // 2**20} MiB"
+    raise UnusableRecordError("too long", f"it is longer than {most}")
+
+
 def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
-    if len(line) > _MOST_LINE_BYTES:
-        most = f"{_MOST_LINE_BYTES // 2**20} MiB"
-        raise UnusableRecordError("too long", f"it is longer than {most}")
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -238,7 +245,8 @@ def _read_rows(
             names = column_names(unit.path, unit.format) if others else ()
             unused = {name: True for name in names if name in UNUSED}
             for row, values in read_columns(
-                unit.path, unit.format, (key, *others), unit.begin, unit.end
+                *(unit.path, unit.format, (key, *others)),
+                *(unit.begin, unit.end, _MOST_RECORD_BYTES),
             ):
                 yield row, partial(_values_of_row, {**unused, **values})
         except KeyError as error:
@@ -255,6 +263,8 @@ def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for value in values.values():
         if isinstance(value, UnicodeDecodeError):
             raise not_utf8(value)
+        if value is TOO_LONG:
+            _refuse_length()
     return values
 
 

@@ -6,18 +6,26 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import DataFormatError
 from tessera.training.data.extras import import_extra
+from tessera.training.data.parquet_pages import page_sizes
 
 PARQUET: Final = "parquet"
 ARROW: Final = "arrow"
 TABLES: Final = (PARQUET, ARROW)
 
 _BATCH_ROWS: Final = 64
+_BATCH_BYTES: Final = 16 * 2**20
 _BUFFER_BYTES: Final = 2**20
+# DuckDB writes pages of up to 100 MB.
+_MOST_PAGE_BYTES: Final = 256 * 2**20
+
+TOO_LONG: Final = object()
+"""In place of a value that is too long to be read."""
 
 
 def row_count(path: Path, kind: str) -> int:
@@ -51,15 +59,21 @@ def column_names(path: Path, kind: str) -> list[str]:
 
 
 def read_columns(
-    path: Path, kind: str, keys: Sequence[str], begin: int, end: int | None
+    path: Path,
+    kind: str,
+    keys: Sequence[str],
+    begin: int,
+    end: int | None,
+    most_bytes: int,
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The rows of some columns in ``[begin, end)``: their numbers and values.
 
     Of the columns but the first, those that do not exist are left out. A value that is
-    not UTF-8 is the ``UnicodeDecodeError``.
+    not UTF-8 is the ``UnicodeDecodeError``, one of more than ``most_bytes`` TOO_LONG.
 
     Raises:
       KeyError: There is no such first column; has the names of the others.
+      DataFormatError: [T606] a page of Parquet is too large to be read.
     """
     batches = _parquet_batches if kind == PARQUET else _arrow_batches
     for row, names, batch in batches(path, keys, begin):
@@ -69,20 +83,36 @@ def read_columns(
             return
         part = slice(max(begin - row, 0), None if end is None else end - row)
         columns = {key: batch.column(key)[part] for key in keys if key in names}
-        rows = zip(*map(_values, columns.values()), strict=True)
+        values_of = partial(_values, most_bytes=most_bytes)
+        rows = zip(*map(values_of, columns.values()), strict=True)
         for number, values in enumerate(rows, row + part.start):
             yield number, dict(zip(columns, values, strict=True))
 
 
-def _values(column: Any) -> Iterator[Any]:
+def _values(column: Any, most_bytes: int) -> Iterator[Any]:
+    is_large = column.nbytes > most_bytes
     try:
-        yield from column.to_pylist()
+        if not is_large:
+            yield from column.to_pylist()
+            return
     except UnicodeDecodeError:
-        for scalar in column:
-            try:
-                yield scalar.as_py()
-            except UnicodeDecodeError as error:
-                yield error
+        pass
+    for row, scalar in enumerate(column):
+        try:
+            is_refused = is_large and _size(column, row, scalar) > most_bytes
+            yield TOO_LONG if is_refused else scalar.as_py()
+        except UnicodeDecodeError as error:
+            yield error
+
+
+def _size(column: Any, row: int, scalar: Any) -> int:
+    """The bytes of a value, which is not copied."""
+    if hasattr(scalar, "dictionary"):
+        scalar = scalar.value
+    if hasattr(scalar, "as_buffer"):  # text or bytes
+        buffer = scalar.as_buffer()
+        return 0 if buffer is None else buffer.size
+    return column.slice(row, 1).nbytes
 
 
 def _parquet_batches(
@@ -93,16 +123,48 @@ def _parquet_batches(
         columns = [key for key in keys if key in names]
         row = 0
         for number in range(file.num_row_groups):
-            rows = file.metadata.row_group(number).num_rows
+            group = file.metadata.row_group(number)
+            rows = group.num_rows
             if row + rows > begin or keys[0] not in names:
+                num_bytes = _check_pages(path, group, columns)
+                most = max(min(_BATCH_ROWS, _BATCH_BYTES * rows // (num_bytes + 1)), 1)
                 # One group at a time, so that its rows have known numbers.
                 for batch in file.iter_batches(
-                    _BATCH_ROWS, row_groups=[number], columns=columns, use_threads=False
+                    most, row_groups=[number], columns=columns, use_threads=False
                 ):
                     yield row, names, batch
                     row += len(batch)
             else:
                 row += rows
+
+
+def _check_pages(path: Path, group: Any, columns: Sequence[str]) -> int:
+    """The uncompressed size of some columns of a group.
+
+    Raises:
+      DataFormatError: [T606] one of their pages is larger than a reader may hold.
+    """
+    num_bytes = 0
+    for chunk in (group.column(i) for i in range(group.num_columns)):
+        if chunk.path_in_schema.partition(".")[0] not in columns:
+            continue
+        num_bytes += chunk.total_uncompressed_size
+        if chunk.total_uncompressed_size <= _MOST_PAGE_BYTES:
+            continue
+        begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
+        with path.open("rb") as file:
+            sizes = page_sizes(file, begin, begin + chunk.total_compressed_size)
+            largest = max(sizes, default=0)
+        if largest > _MOST_PAGE_BYTES:
+            raise DataFormatError(
+                f"the data file {path.name!r} has a page that is too large",
+                got=f"{path}: a page of the column {chunk.path_in_schema!r} takes "
+                f"{largest // 2**20:,} MiB of memory, and at most "
+                f"{_MOST_PAGE_BYTES // 2**20} MiB are read",
+                fix="write it again with smaller pages, as data_page_size of pyarrow "
+                "sets them, and without the text that is larger",
+            )
+    return num_bytes
 
 
 def _arrow_batches(

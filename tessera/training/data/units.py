@@ -222,17 +222,31 @@ def _line_after(unit: Unit, offset: int) -> int:
     Lines are those with records. If there is one, it is the end of the file.
     """
     with unit.open(offset) as stream:
-        position = offset + len(stream.readline())
-        for line in stream:
-            if line.strip():
+        lines = line_sizes(stream)
+        position = offset + next(lines, (0, False))[0]
+        for size, has_record in lines:
+            if has_record:
                 return position
-            position += len(line)
+            position += size
     last = position = 0
     with unit.open() as stream:
-        for line in stream:
-            last = position if line.strip() else last
-            position += len(line)
+        for size, has_record in line_sizes(stream):
+            last = position if has_record else last
+            position += size
     return last or position
+
+
+def line_sizes(stream: BinaryIO) -> Iterator[tuple[int, bool]]:
+    """The size of each line, and whether it is not blank, whatever its length."""
+    size, has_record = 0, False
+    while piece := stream.readline(_BUFFER_BYTES):
+        size += len(piece)
+        has_record = has_record or bool(piece.strip())
+        if piece.endswith(b"\n"):
+            yield size, has_record
+            size, has_record = 0, False
+    if size:
+        yield size, has_record
 
 
 def _text_boundary(unit: Unit, offset: int, near: int) -> int:
@@ -288,7 +302,7 @@ def _byte_cuts(unit: Unit, unit_bytes: int) -> list[int]:
         cut = cuts[-1] + unit_bytes
         if unit.format == JSON_LINES:
             with unit.open(cut) as stream:
-                cut += len(stream.readline())
+                cut += next(line_sizes(stream), (0, False))[0]
         else:
             cut = _text_boundary(unit, cut, unit_bytes)
         if cut >= end:

@@ -5,8 +5,10 @@
 """
 
 import gzip
+import importlib
 import json
 import sys
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 
@@ -246,11 +248,42 @@ def test_a_text_file_of_many_megabytes_is_several_documents(tmp_path, monkeypatc
 
 
 def test_a_line_that_is_too_long_is_skipped_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_MOST_LINE_BYTES", 20)
+    monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 20)
     (tmp_path / "a.jsonl").write_text(lines_of("a" * 99) + '{"text": "b"}\n')
     bad_records = BadRecords(1)
     assert [r.text for r in records_of(tmp_path / "a.jsonl", bad_records)] == ["b"]
     assert bad_records.counts == {"too long": 1}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_line_of_any_length_takes_little_memory(tmp_path, monkeypatch, suffix):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 2**20)
+    path = tmp_path / f"a.jsonl{suffix}"
+    content = lines_of("b").encode() + b"a" * 40 * 2**20 + b"\n"
+    content += lines_of("c", "d").encode()
+    if suffix == ".zst":
+        arrow = importlib.import_module("pyarrow")
+        with arrow.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(content)
+    else:
+        path.write_bytes(gzip.compress(content, 1) if suffix else content)
+    del content
+    bad_records = BadRecords(1)
+    tracemalloc.start()
+    try:
+        config = DataConfig(name="text", path=str(path), validation_fraction=0.5)
+        sides = units_of(config)
+        texts = [
+            [r.text for unit in side for r in read_records(unit, config, bad_records)]
+            for side in sides
+        ]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert texts == [["b"], ["c", "d"]]
+    assert bad_records.counts == {"too long": 1}
+    assert peak < 8 * 2**20
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts and messages of Parquet files, and of folders that datasets wrote."""
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
 
 from tessera.errors import BadRecordError, DataFormatError, SettingConflictError
-from tessera.training.data import DataConfig, tables
+from tessera.training.data import DataConfig, records, tables
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.files import list_files, units_of
+from tessera.training.data.parquet_pages import page_sizes
 from tessera.training.data.records import read_records
 from tessera.training.data.units import divide, split
 
@@ -135,6 +137,86 @@ def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
         read(list_files(str(path)), text_key="day")
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "categories", "messages"])
+def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 3000)
+    texts = ["one", "x" * 3001, "three", None, "é" * 1400] + ["y" * 2900] * 99
+    column, settings = arrow.array(texts), {}
+    if kind == "categories":
+        column = column.dictionary_encode()
+    if kind == "messages":
+        column = [[{"role": "user", "content": text}] for text in texts]
+        settings = {"messages_key": "text"}
+    suffix = "arrow" if kind == "arrow" else "parquet"
+    if kind == "arrow":
+        write_stream(tmp_path / "a.arrow", texts)
+    else:
+        write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
+    bad_records = BadRecords(2)
+    units = list_files(str(tmp_path / f"a.{suffix}"))
+    made = read(units, bad_records, **settings)
+    if kind == "messages":
+        read_texts = [r.conversation.messages[0]["content"] for r in made]
+    else:
+        read_texts = [r.text for r in made]
+    assert read_texts == [t for t in texts if t and len(t) != 3001]
+    assert bad_records.counts == {"too long": 1, "null": 1}
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_pages_of_parquet_have_the_sizes_that_their_headers_say(
+    tmp_path, version, compression
+):
+    path = tmp_path / "a.parquet"
+    messages = [[{"role": "user", "content": f"{i} " * 50}] * 3 for i in range(999)]
+    columns = {
+        "messages": messages,
+        "text": [str(i % 7) * 500 for i in range(999)],
+        "long": ["x" * 10_000 * (i % 3) for i in range(999)],
+        "number": [None, 1.5, 2.5] * 333,
+    }
+    parquet.write_table(
+        arrow.table(columns),
+        path,
+        data_page_version=version,
+        compression=compression,
+        data_page_size=5000,
+        write_batch_size=20,
+    )
+    metadata = parquet.read_metadata(path)
+    group = metadata.row_group(0)
+    for chunk in (group.column(i) for i in range(metadata.num_columns)):
+        begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
+        with path.open("rb") as file:
+            sizes = [*page_sizes(file, begin, begin + chunk.total_compressed_size)]
+        # A chunk is its pages and their headers.
+        headers = chunk.total_uncompressed_size - sum(sizes)
+        assert 10 * len(sizes) < headers < 30_000 * len(sizes)
+        assert len(sizes) > 1
+
+
+def test_a_page_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ["short"] * 99 + ["x" * 30_000_000], row_group_size=1000)
+    monkeypatch.setattr(tables, "_MOST_PAGE_BYTES", 2**24)
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet.ParquetFile, "iter_batches", None)
+        with pytest.raises(DataFormatError) as caught:
+            read(list_files(str(path)))
+    assert "got: " + str(path) + ": a page of the column 'text' takes 28 MiB" in str(
+        caught.value
+    )
+    assert not read(list_files(str(path)), BadRecords(100), text_key="id")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0", b"\x1c", b"\x15\xff", b"\xff", b"\x19"]
+)
+def test_what_is_no_header_of_a_page_ends_the_search(content):
+    assert not [*page_sizes(io.BytesIO(content * 2**20), 0, 2**20)]
+
+
 def test_messages_are_read_from_rows_and_lines(tmp_path):
     messages = [
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
@@ -187,6 +269,8 @@ def test_a_file_that_is_no_table_is_named(tmp_path, name, content):
 
 def test_a_table_is_read_in_small_batches(tmp_path):
     write_file(tmp_path / "a.parquet", "parquet")
-    rows = tables.read_columns(tmp_path / "a.parquet", "parquet", ["text"], 130, 140)
+    rows = tables.read_columns(
+        tmp_path / "a.parquet", "parquet", ["text"], 130, 140, 99
+    )
     expected = [{"text": text} for text in TEXTS[130:140]]
     assert [*rows] == [*enumerate(expected, 130)]
