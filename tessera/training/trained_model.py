@@ -195,14 +195,7 @@ def _checkpoint(path: Path) -> TrainedModel:
 
     def read(mesh: Mesh | None) -> Tree:
         params = CheckpointParams(checkpoint)
-        names = {
-            name.replace("/", "."): name for name in named_leaves(model.abstract())
-        }
-        shapes = {
-            names.get(name, name): jax.ShapeDtypeStruct(shape, dtype)
-            for name, (dtype, shape) in params.layouts.items()
-        }
-        model.check_params(nest(shapes))
+        params.check(model)
         specs = {} if mesh is None else named_leaves(model.layouts(mesh))
         device = SingleDeviceSharding(jax.local_devices()[0])
 
@@ -210,7 +203,7 @@ def _checkpoint(path: Path) -> TrainedModel:
             sharding = device if mesh is None else NamedSharding(mesh.jax, specs[name])
             return jax.device_put(params.read(name.replace("/", ".")), sharding)
 
-        return nest({name: put(name) for name in shapes})
+        return nest({name: put(name) for name in named_leaves(model.abstract())})
 
     length, name = settings.training.sequence_length, settings.data.tokenizer
     return TrainedModel(model, name, tokenizer, ends, ends, length, read)

@@ -16,6 +16,7 @@ its folder is renamed, and deletes incomplete folders without looking at them.
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -28,7 +29,7 @@ from tessera.errors import (
     CheckpointWriteError,
 )
 from tessera.training.checkpoints import manifest
-from tessera.training.checkpoints.metadata import Metadata, read_metadata
+from tessera.training.checkpoints.metadata import Metadata, Stored, read_metadata
 from tessera.training.run_folder import CHECKPOINTS
 
 STATE: Final = "state"
@@ -110,11 +111,30 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
     if damage is not None:
         return damage
     try:
-        return Checkpoint(path, read_metadata(path / manifest.LAST))
+        metadata = read_metadata(path / manifest.LAST)
+        _check_arrays(path / STATE, metadata.arrays)
+        return Checkpoint(path, metadata)
     except CheckpointMismatchError:
         raise
     except (OSError, ValueError) as error:
         return f"{manifest.LAST} is not usable: {error}"
+
+
+def _check_arrays(state: Path, arrays: Mapping[str, Stored]) -> None:
+    """Raise ValueError if arrays are not as they are described: Orbax would cast."""
+    if not arrays:
+        return
+    # Here, because it imports Orbax, which takes seconds.
+    from tessera.training.checkpoints import storage
+
+    layouts = storage.layouts(state)
+    for name, array in arrays.items():
+        if layouts.get(name) != (array.dtype, array.shape):
+            dtype, shape = layouts.get(name, ("", ()))
+            stored = f"{dtype}{[*shape]}" if dtype else "nothing"
+            raise ValueError(
+                f"{name} is {array.dtype}{[*array.shape]}, but {stored} is stored"
+            )
 
 
 def quarantine(path: Path, suffix: str = _DAMAGED) -> Path:

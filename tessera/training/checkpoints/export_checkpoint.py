@@ -16,6 +16,7 @@ from tessera.errors import (
     UnknownModelError,
 )
 from tessera.mesh import Mesh
+from tessera.models.definition import ModelOptions
 from tessera.models.families.published import GENERATION_FILE, Published
 from tessera.models.families.registry import CONFIG_FILE, family_of, read_config_file
 from tessera.models.merge_adapters import (
@@ -24,6 +25,7 @@ from tessera.models.merge_adapters import (
     adapters_of,
     merge_adapters,
 )
+from tessera.models.model import Model
 from tessera.models.weights import write_weights
 from tessera.models.write_folder import write_adapters, write_folder
 from tessera.training.checkpoints import storage
@@ -68,7 +70,8 @@ def export_checkpoint(
 
     Raises:
       CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
-      CheckpointMismatchError: [T802] a newer Tessera wrote it.
+      CheckpointMismatchError: [T802] a newer Tessera wrote it, or it holds other
+        parameters than its model has.
       ModelFolderError: [T806] no family of Transformers computes the run's model, or
         adapters alone are not what the run has trained.
       TokenizerError: [T605] the run's tokenizer is not there any more.
@@ -83,21 +86,26 @@ def export_checkpoint(
     def write_file(layouts: Layouts, read: Read) -> int:
         return write_weights(file, layouts, read, dtype=dtype, metadata=header)
 
-    if kind == "safetensors" and not adapters_of(params.layouts):
-        return write_file(params.layouts, params.read)
     try:
         config = settings_of_checkpoint(checkpoint)
-    except UnknownModelError as error:
-        if kind == "safetensors":  # adapters of a registered model are its own
+    except (UnknownModelError, CheckpointMismatchError) as error:
+        # Adapters of a registered model are its own.
+        is_registered = isinstance(error, UnknownModelError)
+        if kind == "safetensors" and (is_registered or not adapters_of(params.layouts)):
             return write_file(params.layouts, params.read)
+        if not is_registered:
+            raise
         raise ModelFolderError(
             "no family of Transformers computes a registered model",
             got=error.got,
             fix="export its parameters by their own names: --format=safetensors",
         ) from error
+    decoder = config.model.config
+    params.check(config.model.kind.build(decoder, ModelOptions(), None))
+    if kind == "safetensors" and not adapters_of(params.layouts):
+        return write_file(params.layouts, params.read)
     to = np.dtype(as_dtype(dtype or "f32"))
     layouts = {name: (to, shape) for name, (_, shape) in params.layouts.items()}
-    decoder = config.model.config
     if kind == "peft":
         _check_adapters(config)
         base = config.training.init_from
@@ -195,6 +203,29 @@ class CheckpointParams:
             for name, (path, array) in self._stored.items()
         }
 
+    def check(self, model: Model) -> None:
+        """Check that they are those of a model.
+
+        Raises:
+          CheckpointMismatchError: [T802] they are not; lists every difference.
+        """
+        expected = {
+            name.replace("/", "."): (np.dtype(leaf.dtype), tuple(leaf.shape))
+            for name, leaf in named_leaves(model.abstract()).items()
+        }
+        lines = [
+            f"{name}: saved {_shown(self.layouts.get(name))}, the model "
+            f"{_shown(expected.get(name))}"
+            for name in sorted(expected.keys() | self.layouts.keys())
+            if self.layouts.get(name) != expected.get(name)
+        ]
+        if lines:
+            raise CheckpointMismatchError(
+                "the checkpoint does not hold the parameters of its own model",
+                got="\n".join(lines),
+                fix="use another checkpoint of the run: this one was changed",
+            )
+
     def read(self, name: str) -> np.ndarray:
         """One of them."""
         path, array = self._stored[name]
@@ -205,3 +236,7 @@ class CheckpointParams:
         if self.layouts[name][1] != array.shape and self._split is not None:
             value = self._split.unstack(value)
         return np.asarray(value)
+
+
+def _shown(layout: tuple[np.dtype[Any], tuple[int, ...]] | None) -> str:
+    return "has none" if layout is None else f"{layout[0].name}{[*layout[1]]}"

@@ -6,7 +6,7 @@ only the dataclasses below, whatever the file contains.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -115,10 +115,20 @@ def read_metadata(path: Path) -> Metadata:
             fix=f"install Tessera {printable(written_by, longest=40)} or newer",
         )
     metadata: Metadata = decode_json(Metadata, values)
+    if metadata.stages is not None:
+        _check_stages(*metadata.stages)
     name = path.parent.name
     if name.isdecimal() and int(name) != metadata.step:
         raise ValueError(f"step {metadata.step}, in the folder of step {name}")
     return metadata
+
+
+def _check_stages(stages: int, runs: Sequence[tuple[int, int]]) -> None:
+    """Raise ValueError unless virtual stages share the layers from 0 on, in order."""
+    ends = [0, *(stop for _, stop in runs)]
+    are_in_order = [start for start, _ in runs] == ends[:-1] and ends == sorted(ends)
+    if stages < 1 or not runs or len(runs) % stages or not are_in_order:
+        raise ValueError(f"layers {[*runs]} are not those of {stages} stages")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from traceback import walk_tb
 from typing import Any, Final, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
@@ -116,6 +117,25 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
                 partial_restore=True,
             ),
         )
+
+
+def layouts(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every array of a folder, as Orbax recorded them.
+
+    Raises:
+      ValueError: Orbax cannot read its record.
+    """
+    _silence_orbax()
+    try:
+        # The first process alone may call this: it waits for no other.
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arrays = reader.metadata(path.absolute()).item_metadata.tree
+        return {
+            name: (jnp.dtype(array.dtype).name, tuple(array.shape))
+            for name, array in arrays.items()
+        }
+    except Exception as error:  # of many types
+        raise ValueError(str(error) or type(error).__name__) from error
 
 
 @cache

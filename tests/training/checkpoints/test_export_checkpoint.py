@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a checkpoint as a file, and a run that begins with them."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -10,8 +12,13 @@ from tessera.export import main
 from tessera.models.safetensors import SafetensorsFile
 from tessera.models.weights import import_weights
 from tessera.training.checkpoints.export_checkpoint import export_checkpoint
+from tessera.training.checkpoints.manifest import NAME, write_manifest
 from tessera.training.checkpoints.saving import Checkpoints
+from tessera.training.command_line import compose
 from tessera.training.data.cursor import Cursor
+from tessera.training.main import configs_dir
+
+NORM = "params/final_norm/scale"
 
 
 @pytest.fixture(scope="module", params=["one device", "stages"])
@@ -65,6 +72,77 @@ def test_a_damaged_checkpoint_is_not_exported(run_of, filled, tmp_path):
         "  fix: name the folder of the checkpoint before it\n"
         "  docs: docs/errors/T801.md"
     )
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.fixture
+def changed(run_of, filled, tmp_path):
+    """Changes the metadata of a checkpoint, and the manifest with it."""
+    job = run_of(pp=2)
+    with Checkpoints(job, tmp_path, "") as checkpoints:
+        checkpoints.save(2, filled(job), Cursor(4, {}))
+
+    def change(edit):
+        path = tmp_path / "2" / "metadata.json"
+        values = json.loads(path.read_text())
+        edit(values)
+        path.write_text(json.dumps(values))
+        (tmp_path / "2" / NAME).unlink()
+        write_manifest(tmp_path / "2")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    [
+        (
+            lambda values: values["arrays"][NORM].update(shape=[4, 4]),
+            f"{NORM} is float32[4, 4], but float32[16] is stored",
+        ),
+        (
+            lambda values: values["arrays"][NORM].update(dtype="int8"),
+            f"{NORM} is int8[16], but float32[16] is stored",
+        ),
+        (
+            lambda values: values["arrays"].update(
+                {"params/a": values["arrays"][NORM]}
+            ),
+            "params/a is float32[16], but nothing is stored",
+        ),
+        (
+            lambda values: values.update(stages=[2, [[0, 3], [2, 5]]]),
+            "layers [(0, 3), (2, 5)] are not those of 2 stages",
+        ),
+        (
+            lambda values: values.update(stages=[0, [[0, 3], [3, 5]]]),
+            "layers [(0, 3), (3, 5)] are not those of 0 stages",
+        ),
+    ],
+    ids=["shape", "dtype", "absent", "layers", "stages"],
+)
+def test_metadata_that_is_not_of_the_arrays_is_refused(
+    changed, tmp_path, capsys, edit, line
+):
+    changed(edit)
+    assert main([str(tmp_path), str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"[T801] the checkpoint {tmp_path}/2 is damaged\n")
+    assert f"metadata.json is not usable: {line}\n" in error
+    assert not (tmp_path / "a").exists()
+
+
+def test_arrays_of_another_model_than_the_configuration_s_are_refused(
+    run_of, filled, tmp_path, capsys
+):
+    text = compose(["model=tiny"], configs_dir()).text
+    job = run_of()
+    with Checkpoints(job, tmp_path, text) as checkpoints:
+        checkpoints.save(2, filled(job), Cursor(4, {}))
+    assert main([str(tmp_path), str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("[T802] the checkpoint does not hold the parameters of")
+    assert "final_norm.scale: saved float32[16], the model float32[" in error
     assert not (tmp_path / "a").exists()
 
 
