@@ -156,7 +156,7 @@ def _train(options: argparse.Namespace, lines: Path, cache: Path) -> dict[str, A
         *("model=tiny", "model.vocab_size=32000", "training.steps=20"),
         *("training.sequence_length=256", "training.micro_batch_size=4"),
         *("training.loss_chunk=64", "training.sample_length=0"),
-        *("training.validation_batches=2", f"hydra.run.dir={cache.parent / 'run'}"),
+        *("training.validation_sequences=16", f"hydra.run.dir={cache.parent / 'run'}"),
         "training.log_every=1",
     ]
     begin = time.perf_counter()

@@ -28,7 +28,7 @@ SHORT = (
     "training.sequence_length=32",
     "training.micro_batch_size=2",
     "training.log_every=2",
-    "training.validation_batches=1",
+    "training.validation_sequences=4",
     "training.sample_length=5",
     "training.report=false",
 )

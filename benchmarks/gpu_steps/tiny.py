@@ -22,7 +22,7 @@ COMMON = (
     "training.log_every=1",
     "training.report=false",
     "training.validate_every=0",
-    "training.validation_batches=1",
+    "training.validation_sequences=8",
     "training.sample_length=0",
 )
 RUNS: dict[str, list[str]] = {

@@ -19,7 +19,7 @@ PICTURES = ("report-resumed.png", "report-compared.png")
 
 _RUN = (
     *("training.steps=40", "training.sequence_length=32", "training.log_every=5"),
-    *("training.validate_every=10", "training.validation_batches=2"),
+    *("training.validate_every=10", "training.validation_sequences=16"),
     *("training.sample_length=20", "training.checkpoint_every=20"),
     *("model.mesh_shape=[[2,2],[pp,fsdp]]", "training.gradient_accumulation_steps=2"),
     *("data=synthetic", "training.micro_batch_size=2"),

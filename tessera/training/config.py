@@ -114,8 +114,8 @@ class TrainingConfig:
         steps of a run are no spikes.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
-      validation_batches: Batches in each validation: of as many rows as a microbatch,
-        or with deterministic numerics as a step.
+      validation_sequences: Sequences of each source that a validation reads, the same
+        ones on every mesh and with every batch size; null reads all.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
       init_from: The parameters to begin with, where the run goes on from no
@@ -179,7 +179,7 @@ class TrainingConfig:
     spike_window: int = setting(128, least=4, most=2**16)
     log_every: int = setting(10, least=1, most=MOST_COUNT)
     validate_every: int = setting(100, least=0, most=MOST_COUNT)
-    validation_batches: int = setting(8, least=1, most=MOST_COUNT)
+    validation_sequences: int | None = setting(64, least=1, most=MOST_COUNT)
     sample_prompt: str = setting("def __init__(self")
     sample_length: int = setting(200, least=0, most=2**20)
     init_from: str | None = setting(None)
@@ -372,8 +372,8 @@ class Config:
     def rows_per_evaluation(self, mesh: "Mesh") -> int:
         """Sequences of one batch of a validation.
 
-        With deterministic numerics those of a step, so that every mesh evaluates the
-        same rows, and adds as many at a time.
+        With deterministic numerics those of a step, so that every mesh adds as many at
+        a time.
         """
         if self.training.numerics == "deterministic":
             return self.rows_per_step(mesh)

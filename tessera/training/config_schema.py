@@ -114,6 +114,8 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
+        # Replaced by one that does not depend on the mesh; it changes no array.
+        values["training"].pop("validation_batches", None)
         model = values["model"].get("definition", DECODER)
         config = schema(definition_of(model))
         cls = OPTIMIZERS[values["optimizer"]["name"]]

@@ -4,7 +4,6 @@
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 import jax
@@ -19,7 +18,10 @@ from tessera.training.train_state import TrainState
 def validation_losses(
     run: Run, corpus: Corpus, state: TrainState, should_continue: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """The loss of the first validation batches of each source.
+    """The loss of the first ``training.validation_sequences`` of each source.
+
+    Which sequences that are does not depend on the rows of a batch: the last batch is
+    padded with rows that have no target.
 
     Args:
       run: The run.
@@ -52,12 +54,12 @@ def _validation_sums(
     """Nats and tokens of a source; None where the evaluation was ended."""
     shard = run.host_shard
     rows = run.config.rows_per_evaluation(run.mesh)
-    limit = run.config.training.validation_batches
+    limit = run.config.training.validation_sequences
     sums, in_flight = np.zeros(2), deque[Any]()
     with closing(
-        corpus.validation(rows, shard.index, shard.count, source=source)
+        corpus.validation(rows, shard.index, shard.count, source=source, limit=limit)
     ) as batches:
-        for batch in islice(batches, limit):
+        for batch in batches:
             if not should_continue():
                 return None
             placed = shard.to_global(batch, run.validation_spec, dim=0)

@@ -23,6 +23,11 @@ from tessera.training.setting_fields import describe, walk
 GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
 _MOST_LISTED: Final = 12
+# Settings that other ones have replaced, and what to write instead.
+_REPLACED: Final = {
+    "training.validation_batches": "write training.validation_sequences=<batches times "
+    "the rows of each>: it counts sequences, the same on every mesh; null is all"
+}
 _SWEEPING: Final = re.compile(r"hydra[./](sweep|launcher|sweeper)\b")
 
 
@@ -127,7 +132,8 @@ def unknown_key(error: ConfigKeyError, where: str) -> TesseraError:
     return UnknownSettingError(
         f"there is no setting {error.full_key!r}",
         got=where,
-        fix=_nearest(str(error.full_key), str(error.key), known, paths),
+        fix=_REPLACED.get(str(error.full_key))
+        or _nearest(str(error.full_key), str(error.key), known, paths),
     )
 
 
@@ -175,9 +181,8 @@ def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
         return None
     known = [name for name in known if name != "hydra"]
     paths = [path for path, _ in walk(values) if not path.startswith("hydra.")]
-    return UnknownSettingError(
-        f"there is no setting {key!r}", got=text, fix=_nearest(key, part, known, paths)
-    )
+    fix = _REPLACED.get(key) or _nearest(key, part, known, paths)
+    return UnknownSettingError(f"there is no setting {key!r}", got=text, fix=fix)
 
 
 def _nearest(key: str, part: str, known: Sequence[str], paths: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ def _features(
     )
     yield (
         settings.data.validation_fraction == 0,
-        "training.validate_every training.validation_batches",
+        "training.validate_every training.validation_sequences",
         "data.validation_fraction=0",
         "keep data for validation: data.validation_fraction=0.05",
     )

@@ -30,7 +30,7 @@ SETTINGS = (
     *("data=synthetic", "data.synthetic.tokens=100000", "data.synthetic.vocab_size=64"),
     *("training.sequence_length=16", "training.sample_length=0"),
     *("training.log_every=1", "optimizer.warmup_steps=0"),
-    *("training.validate_every=200", "training.validation_batches=1"),
+    *("training.validate_every=200", "training.validation_sequences=24"),
     *("training.checkpoint_every=20", "training.global_batch_size=24"),
     *("training.numerics=deterministic", "model.mesh_shape=[[-1],[dp]]"),
     *("runtime.platform=cpu", "training.resume=auto"),

@@ -29,7 +29,7 @@ SMALL = (
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),
     *("training.sequence_length=16", "training.micro_batch_size=2"),
     *(
-        "training.validation_batches=1",
+        "training.validation_sequences=2",
         "training.sample_length=2",
         "training.report=false",
     ),

@@ -34,7 +34,7 @@ SMALL = (
         "training.report=false",
     ),
     *("training.micro_batch_size=2", "training.validate_every=0"),
-    *("training.validation_batches=1", "training.checkpoint_every=2"),
+    *("training.validation_sequences=4", "training.checkpoint_every=2"),
     *("optimizer.warmup_steps=0", "training.max_skipped_steps=1"),
 )
 

@@ -48,7 +48,7 @@ BASE = (
 )
 SMALL = (
     *(*BASE, "model.num_layers=2", f"training.steps={STEPS}"),
-    *("training.validate_every=4", "training.validation_batches=2"),
+    *("training.validate_every=4", "training.validation_sequences=8"),
     *("training.checkpoint_every=1", "training.keep=2"),
 )
 # What ``make test`` runs: quick to compile.

@@ -25,7 +25,7 @@ SMALL = (
         "training.sample_length=0",
         "training.report=false",
     ),
-    *("training.validation_batches=1", "training.checkpoint_every=null"),
+    *("training.validation_sequences=8", "training.checkpoint_every=null"),
     *("optimizer.warmup_steps=0", "training.numerics=deterministic"),
 )
 

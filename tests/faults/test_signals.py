@@ -28,7 +28,7 @@ LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=60", "--max-restarts=
 BASE = (*SMALLEST, "model.mesh_shape=[[2],[fsdp]]", f"training.steps={STEPS}")
 SMALL = (
     *(*BASE, "data.synthetic.tokens=60000"),
-    *("data.validation_fraction=0.3", "training.validation_batches=120"),
+    *("data.validation_fraction=0.3", "training.validation_sequences=480"),
     *(f"training.validate_every={STEPS // 2}", "training.resume=auto"),
     *("training.checkpoint_every=0", "runtime.grace_period=50"),
 )

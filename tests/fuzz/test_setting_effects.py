@@ -168,7 +168,7 @@ OF_THE_LOOP = {
     *("name", "hydra.run.dir", "model.name", "optimizer.name", "data.prefetch"),
     *("data.num_workers", "data.cache_dir"),
     *("training.max_skipped_steps", "training.log_every", "training.validate_every"),
-    *("training.validation_batches", "training.sample_prompt", "training.keep"),
+    *("training.validation_sequences", "training.sample_prompt", "training.keep"),
     *("training.sample_length", "training.init_from", "training.checkpoint_every"),
     *("training.resume", "training.resume_data", "training.profile_communication"),
     *("training.profile_wait", "training.profile_warmup", "training.profile_active"),

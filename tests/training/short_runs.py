@@ -39,7 +39,7 @@ def settings_of(**changed: Any) -> Config:
         micro_batch_size=4,
         log_every=5,
         validate_every=5,
-        validation_batches=2,
+        validation_sequences=8,
         sample_length=6,
     )
     fields: dict[str, Any] = {

@@ -27,7 +27,12 @@ from tessera.training.config import (
     RuntimeConfig,
     TrainingConfig,
 )
-from tessera.training.config_schema import schema, settings_of, typed
+from tessera.training.config_schema import (
+    schema,
+    settings_of,
+    settings_of_text,
+    typed,
+)
 from tessera.training.data.data_config import DataConfig, SyntheticConfig
 from tessera.training.help_text import group_settings
 from tessera.training.optimizers import OPTIMIZERS, AdamWConfig
@@ -130,6 +135,14 @@ def test_the_output_folder_has_the_runs_name_and_the_time():
     parts = composed("name=mine").output_dir.parts
     assert parts[:2] == ("outputs", "mine")
     assert [len(part) for part in parts[2:]] == [len("2026-11-20"), len("23-59-59")]
+
+
+def test_the_configuration_of_an_older_checkpoint_is_read():
+    """It has the setting that training.validation_sequences replaced."""
+    text = composed().text
+    older = text.replace("validation_sequences: 64", "validation_batches: 8")
+    assert older != text
+    assert settings_of_text(older) == settings_of_text(text)
 
 
 def test_the_output_folder_may_be_given():

@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import jax
+import optax
 import pytest
 
 from tessera.errors import EmptyDataError, OutputPathError, TesseraError
@@ -13,8 +14,10 @@ from tessera.mesh import Mesh
 from tessera.models.weights import export_weights
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.choose_checkpoint import choose
+from tessera.training.evaluation import validation_losses
 from tessera.training.main import main
 from tessera.training.run_summary import dry_run_text, run_rows
+from tessera.training.train_state import init_state
 from tests.training.command_lines import composed
 from tests.training.short_runs import NO_VALIDATION, run_of, settings_of, train
 
@@ -81,6 +84,58 @@ def test_the_losses_are_those_of_the_validation_after_the_step(tmp_path, mixture
                 tolerance = 0 if mesh == meshes[0] else 1e-4
                 assert loss == pytest.approx(expected[name], rel=tolerance, abs=0)
     assert sorted(trained.rglob("*")) == before
+
+
+def validation_loss(mesh, micro_batch_size, sequences=7, **changed):
+    """Of the same parameters, on a mesh and in batches of some size."""
+    settings = settings_of(training=dataclasses.replace(TRAINING, **changed))
+    training = dataclasses.replace(
+        settings.training,
+        micro_batch_size=micro_batch_size,
+        validation_sequences=sequences,
+    )
+    model = dataclasses.replace(settings.model, mesh_shape=mesh)
+    run = run_of(dataclasses.replace(settings, model=model, training=training))
+    state = init_state(run.model, optax.identity(), jax.random.key(0), run.mesh)
+    losses = validation_losses(run, run.load_data(), state, lambda: True)
+    return losses["synthetic"]
+
+
+ONE = ((1,), ("fsdp",))
+TRAINING = settings_of().training
+
+
+@pytest.mark.slow(reason="it compiles an evaluation for each mesh")
+@pytest.mark.parametrize(
+    ("mesh", "micro_batch_size", "changed"),
+    [
+        (((2,), ("fsdp",)), 1, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (ONE, 1, {}),
+                (ONE, 7, {}),
+                (ONE, 16, {"gradient_accumulation_steps": 2}),
+                (((2, 2), ("dp", "tp")), 3, {}),
+                (((2, 2), ("pp", "fsdp")), 2, {"gradient_accumulation_steps": 4}),
+                (((2,), ("cp",)), 4, {}),
+                (((2,), ("fsdp",)), 2, {"numerics": "deterministic", "microshards": 2}),
+            )
+        ),
+    ],
+)
+def test_a_validation_reads_the_same_rows_on_every_mesh_and_batch_size(
+    mesh, micro_batch_size, changed
+):
+    expected = validation_loss(ONE, 4)
+    assert validation_loss(mesh, micro_batch_size, **changed) == pytest.approx(
+        expected, rel=2e-6
+    )
+
+
+def test_null_validates_on_all_sequences_and_fewer_on_the_first():
+    whole, most = validation_loss(ONE, 4, None), validation_loss(ONE, 4, 10_000)
+    assert whole == most != validation_loss(ONE, 4, 3)
 
 
 @pytest.mark.full

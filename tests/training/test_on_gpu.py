@@ -48,7 +48,7 @@ print(json.dumps(losses(trained(sys.argv[1], Path(sys.argv[2])))))
 ROOT = Path(__file__).parents[2]
 SHORT = ("model=tiny", "training.steps=6", "training.sequence_length=32")
 SHORT += ("training.micro_batch_size=2", "training.log_every=1")
-SHORT += ("training.validation_batches=1", "training.sample_length=0")
+SHORT += ("training.validation_sequences=4", "training.sample_length=0")
 SHORT += ("training.report=false",)
 
 

@@ -332,7 +332,7 @@ def test_a_hundred_steps_on_eight_simulated_devices_pass(tmp_path):
             sequence_length=8,
             micro_batch_size=1,
             validate_every=0,
-            validation_batches=1,
+            validation_sequences=4,
             sample_length=0,
         ),
         runtime=RuntimeConfig(max_steps_in_flight=64),

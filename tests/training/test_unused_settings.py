@@ -30,7 +30,7 @@ UNUSED = {
     ("training.profile_active=2",): "training.profile_communication=false",
     ("training.keep=2", "training.checkpoint_every=null"): "checkpoint_every=null",
     ("training.validate_every=5", NO_VALIDATION): "data.validation_fraction=0",
-    ("training.validation_batches=5", NO_VALIDATION): "data.validation_fraction=0",
+    ("training.validation_sequences=5", NO_VALIDATION): "data.validation_fraction=0",
     ("training.sample_prompt=a", "training.sample_length=0"): "sample_length=0",
     ("training.sample_prompt=a", SYNTHETIC): "data=synthetic, which is no text",
     (
@@ -51,7 +51,7 @@ USED = [
     ("training.pipeline_schedule=gpipe", "model.mesh_shape=[[2],[pp]]"),
     ("training.profile_communication=true", "training.profile_wait=2"),
     ("training.keep=2", "training.checkpoint_every=0"),
-    ("training.validate_every=5", "training.validation_batches=5"),
+    ("training.validate_every=5", "training.validation_sequences=5"),
     ("training.sample_prompt=a", "data=text", "data.path=books"),
     ("training.max_skipped_steps=5", "training.mixed_precision=bf16"),
     (

@@ -156,10 +156,10 @@ def _grain_seed(seed: int, source: int) -> int:
 
 
 def validation_batches(
-    rows: PackedRows, share: Share, *, prefetch: int
+    rows: PackedRows, share: Share, *, prefetch: int, limit: int | None = None
 ) -> Generator[Batch, None, None]:
-    """Every row once; the last batch is padded."""
-    shuffled = grain.MapDataset.source(rows).shuffle(0)
+    """Every row once, or the first ``limit`` of them; the last batch is padded."""
+    shuffled = grain.MapDataset.source(rows).shuffle(0)[:limit]
     padded = _PaddedRows(shuffled, rows.padding(), share.batch_size)
     return _batches(padded, share, 0, prefetch)
 

@@ -158,16 +158,18 @@ class Corpus:
         process_count: int = 1,
         *,
         source: int = 0,
+        limit: int | None = None,
     ) -> Generator[Batch, None, None]:
         """Every validation row of a source once, in an order that is always the same.
 
-        The order is shuffled, so the first batches are a sample of all files.
+        The order is shuffled, so the first rows are a sample of all files.
 
         Args:
           batch_size: Rows of the global batch.
           process_index: This process.
           process_count: How many processes share each batch; divides ``batch_size``.
           source: The number of the source in ``sources``.
+          limit: The first so many rows alone; None is all.
 
         Returns:
           Batches of ``batch_size / process_count`` rows; the last is padded with rows
@@ -180,7 +182,7 @@ class Corpus:
         """
         share = Share(batch_size, process_index, process_count)
         rows = self.sources[source].validation_rows
-        return validation_batches(rows, share, prefetch=self.prefetch)
+        return validation_batches(rows, share, prefetch=self.prefetch, limit=limit)
 
     @property
     def has_validation(self) -> bool:

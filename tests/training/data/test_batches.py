@@ -145,6 +145,22 @@ def test_validation_gives_every_row_once_in_whole_batches(count, num_batches):
     assert all((targets == IGNORE_INDEX).all() for targets in padding)
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 16])
+def test_a_limit_gives_the_same_rows_in_batches_of_any_size(batch_size):
+    def first(limit):
+        share = Share(batch_size, 0, 1)
+        batches = validation_batches(rows_of(9), share, prefetch=2, limit=limit)
+        return [
+            row.tolist()
+            for batch in batches
+            for row, ids in zip(batch["tokens"], batch["segment_ids"], strict=True)
+            if ids.any()
+        ]
+
+    assert first(5) == first(None)[:5] == first(99)[:5]
+    assert len(first(None)) == 9
+
+
 def test_validation_processes_together_read_what_one_reads():
     rows = rows_of(9)
     parts = [validate(rows, 4, process=p, of=2) for p in range(2)]
