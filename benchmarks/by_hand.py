@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera._jax_workarounds import correct_options
 from tessera.models.decoder.decoder import Decoder
 from tessera.ops.clipping import global_norm
 from tessera.training.step import StepConfig, batch_spec
@@ -157,4 +158,6 @@ def step_of(config: StepConfig, summed_loss: Loss) -> Callable[..., Any]:
         in_shardings=(states, named(batch_spec(config))),
         out_shardings=(states, named(P())),
         donate_argnums=0,
+        # As Tessera's steps: without them JAX 0.10 computes wrong values on CPUs.
+        compiler_options=correct_options(jax.default_backend()) or None,
     )

@@ -34,6 +34,8 @@ _VARIABLES: Final = (
 )
 # Parts of names whose values nobody should paste into a report.
 _SECRET: Final = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# Of this jaxlib, for CPUs; ``_jax_workarounds`` says more.
+_WRONG_ON_CPU: Final = "0.10."
 _PATIENCE_S: Final = 120.0
 # Starts the backend, compiles and runs one program on it, and prints what there is.
 _PROBE: Final = """
@@ -72,8 +74,8 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
       environ: The environment variables; JAX is started with them.
 
     Returns:
-      ``versions``, ``devices``, ``links``, ``compile_cache``, ``environment``, and
-      ``problems``: a list of ``{"problem": …, "fix": …}``.
+      ``versions``, ``devices``, ``links``, ``compile_cache``, ``environment``,
+      ``notes``, and ``problems``: a list of ``{"problem": …, "fix": …}``.
     """
     started, failure = _start_jax(environ)
     devices = started.get("devices", [])
@@ -93,6 +95,7 @@ def examine(environ: Mapping[str, str]) -> dict[str, Any]:
             for name, value in sorted(environ.items())
             if name.startswith(_VARIABLES)
         },
+        "notes": list(_notes(devices)),
         "problems": [{"problem": what, "fix": fix} for what, fix in problems],
     }
 
@@ -110,6 +113,7 @@ def as_text(report: Mapping[str, Any]) -> str:
             else "none: JAX_COMPILATION_CACHE_DIR or runtime.compile_cache names one"
         ],
         "environment": [f"{k}={v}" for k, v in report["environment"].items()],
+        "notes": report["notes"],
         "problems": [
             line
             for one in report["problems"]
@@ -195,6 +199,18 @@ def _device_problems(
         yield (
             f"{len(devices)} CPU devices can deadlock: PJRT_NPROC={text or 'unset'}",
             "export PJRT_NPROC=32",
+        )
+
+
+def _notes(devices: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What is no problem of this machine, and good to know."""
+    is_cpu = any(device["platform"] == "cpu" for device in devices)
+    found = installed(["jaxlib"]).get("jaxlib", "")
+    if is_cpu and found.startswith(_WRONG_ON_CPU):
+        yield (
+            f"jaxlib {found} computes wrong values on CPUs in some sums of products "
+            "(jax-ml/jax#39103): Tessera compiles with an option that avoids it, "
+            "jax.jit does not; JAX 0.11.2 needs none"
         )
 
 

@@ -59,6 +59,17 @@ def test_what_is_wrong_comes_with_its_fix(examine, tmp_path, monkeypatch):
     assert "\n    fix: export PJRT_NPROC=32" in doctor.as_text(report)
 
 
+def test_a_jaxlib_with_wrong_values_on_cpus_is_noted(examine, monkeypatch):
+    versions = {"jaxlib": "0.10.2"}
+    monkeypatch.setattr(doctor, "installed", lambda _: versions)
+    report = examine(PJRT_NPROC="32")
+    (note,) = report["notes"]
+    assert "jax-ml/jax#39103" in note
+    assert f"\nnotes\n  {note}\n" in doctor.as_text(report)
+    versions["jaxlib"] = "0.11.2"
+    assert examine(PJRT_NPROC="32")["notes"] == []
+
+
 def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
     report = {"problems": []}
     monkeypatch.setattr(doctor, "examine", lambda _: report)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from tessera._jax_workarounds import CorrectJit
 from tessera.dtypes import as_dtype
 from tessera.errors import OperandError
 from tessera.mesh import Mesh
@@ -216,12 +217,12 @@ class Sampler:
             yield last
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(CorrectJit, static_argnums=(0, 1))
 def _unstack(decoding: Decoding, model: Model, params: Tree) -> Any:
     return decoding.unstack(model.plain(params))
 
 
-@partial(jax.jit, static_argnums=(0, 5))
+@partial(CorrectJit, static_argnums=(0, 5))
 def _prefill(
     decoding: Decoding,
     weights: Any,
@@ -234,7 +235,7 @@ def _prefill(
     return _sampled(decoding, logits, sampling, jnp.int32(0)), cache
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(CorrectJit, static_argnums=0, donate_argnums=2)
 def _step(
     decoding: Decoding,
     weights: Any,

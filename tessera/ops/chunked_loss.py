@@ -25,6 +25,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from tessera import casts, scope
+from tessera._jax_workarounds import CorrectJit
 from tessera.ops.attention.blockwise import varying_alike
 from tessera.ops.loss_chunks import Call, Head, Operands, Split, Terms, chunked
 from tessera.ops.losses import Reduction, as_labels, reduced
@@ -101,7 +102,7 @@ def _backward(call: Call, residuals: Operands, cotangent: Array) -> Any:
 
 _loss.defvjp(_forward, _backward)
 # Eager calls with equal static arguments share one compiled program.
-_compiled_loss = jax.jit(_loss, static_argnums=0)
+_compiled_loss = CorrectJit(_loss, static_argnums=0)
 
 
 def _sharded(call: Call, operands: Operands, *, differentiate: bool) -> Any:

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
+from tessera._jax_workarounds import CorrectJit
 from tessera.annotations import bind_call
 from tessera.errors import (
     ArgumentError,
@@ -285,7 +286,7 @@ def _compiled(
     """A function of global arrays, compiled at its first call."""
     tree, results = _results_of(body, mesh, mesh.jax, specs, values)
     shardings = tuple(NamedSharding(mesh.jax, spec) for spec in specs)
-    compiled = jax.jit(_mapped(body, mesh.jax, specs, results))
+    compiled = CorrectJit(_mapped(body, mesh.jax, specs, results))
 
     def run(*arrays: Any) -> Any:
         blocks = [placed(a, s) for a, s in zip(arrays, shardings, strict=True)]

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax, scope
+from tessera._jax_workarounds import CorrectJit
 from tessera.errors import LayoutMismatchError, OperandError
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes
 from tessera.shard import DistTensor
@@ -192,7 +193,7 @@ def _mapped(
 
 @functools.lru_cache(maxsize=512)
 def _compiled(*key: Any) -> Callable[..., jax.Array]:
-    return jax.jit(_mapped(*key))
+    return CorrectJit(_mapped(*key))
 
 
 def as_array(value: Any) -> jax.Array:

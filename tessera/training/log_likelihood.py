@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from tessera._jax_workarounds import CorrectJit
 from tessera.errors import OperandError
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
@@ -125,7 +125,7 @@ def target_row(context: Ids, continuation: Ids, length: int) -> Row:
     return row
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(CorrectJit, static_argnums=(0, 1))
 def _scores(
     model: Model, place: Placement, params: Tree, batch: Batch
 ) -> tuple[Float[Array, " rows"], Bool[Array, " rows"]]:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from tessera._jax_workarounds import CorrectJit
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models.model import Batch, Model
@@ -85,7 +86,7 @@ def perplexity(
     return _summary(np.array(list(sums.values())).reshape(-1, 2))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(CorrectJit, static_argnums=(0, 1))
 def _row_losses(
     model: Model, place: Placement, params: Tree, batch: Batch
 ) -> Float[Array, " rows"]:

@@ -183,10 +183,10 @@ def test_a_row_ends_with_its_stop_token_and_the_iterator_with_the_last_row() -> 
 @pytest.mark.full
 def test_a_step_is_compiled_once_whatever_key_and_heat() -> None:
     generate(MODEL, PARAMS, PROMPTS, STEPS, KEY)
-    compiled = _step._cache_size()
+    compiled = _step.alone._cache_size()
     model = DecoderModel(CONFIG)
     generate(model, PARAMS, PROMPTS, STEPS, jax.random.key(2), temperature=0.3)
-    assert _step._cache_size() == compiled
+    assert _step.alone._cache_size() == compiled
 
 
 def test_every_argument_out_of_range_is_named() -> None:

@@ -97,7 +97,7 @@ def test_the_order_and_the_company_of_a_row_change_nothing(
 
 def test_lengths_share_two_programs(params: Any, pairs: Any) -> None:
     """Those of 32 tokens and of 40, the most that are read."""
-    programs = log_likelihood._scores
+    programs = log_likelihood._scores.alone
     programs.clear_cache()
     log_likelihoods(MODEL, params, pairs, max_length=MOST, batch_size=4)
     assert programs._cache_size() == 2

@@ -15,6 +15,7 @@ import jax
 
 from tessera import _jax
 from tessera._jax_lines import lines_in_cache_key
+from tessera._jax_workarounds import correct_options
 from tessera.compiler.ir import Graph, Role, Value
 from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
@@ -116,8 +117,8 @@ def compiler_options(graph: Graph) -> dict[str, bool | str]:
     """XLA's options for the step's schedule, on platforms that have them.
 
     Programs of several GPUs also have those that hide collectives, unless the
-    schedule turns overlap off. What the user sets, for the step or in the environment,
-    holds.
+    schedule turns overlap off, and those of CPUs one without which XLA computes wrong
+    values. What the user sets, for the step or in the environment, holds.
     """
     overlap = graph.plan.all_reduce_overlap
     options: dict[str, bool | str] = dict(graph.plan.compiler_options or ())
@@ -131,7 +132,8 @@ def compiler_options(graph: Graph) -> dict[str, bool | str]:
         name, passes = _WITHOUT_PASSES
         given = options.get(name)
         options[name] = f"{given},{passes}" if given else passes
-    return options if overlap is False else {**_overlap_options(graph), **options}
+    defaults = {} if overlap is False else _overlap_options(graph)
+    return {**correct_options(graph.platform), **defaults, **options}
 
 
 def _overlap_options(graph: Graph) -> dict[str, bool | str]:

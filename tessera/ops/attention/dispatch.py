@@ -37,6 +37,7 @@ import jax
 from jax import Array
 
 from tessera import scope
+from tessera._jax_workarounds import CorrectJit
 from tessera.errors import ImplementationError, did_you_mean
 
 Name: TypeAlias = Literal["cudnn", "pallas", "splash", "xla", "reference"]
@@ -209,4 +210,4 @@ def _program(name: str) -> Callable[[Operands, Options, Device], Array]:
             return _module(name).attend(operands, options)
 
     program.__name__ = f"flash_attention_{name}"
-    return jax.jit(program, static_argnums=(1, 2))
+    return CorrectJit(program, static_argnums=(1, 2))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiler options that avoid errors of the XLA of one version of JAX.
+
+On CPUs, JAX 0.10 fuses matmuls and sums with what follows them. Some of these fusions
+compute wrong values in the last rows of many (jax-ml/jax#39103), and some of arrays of
+seven dims crash (jax-ml/jax#40412). With the option below each matmul is a kernel of
+its own, and XLA fuses the rest as it did before. JAX 0.11.2 has corrected both.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+from jax._src import core
+
+_FUSIONS: Final = "xla_cpu_experimental_ynn_fusion_type"
+_MATMULS_ALONE: Final = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+
+
+def correct_options(platform: str) -> dict[str, str]:
+    """Options to compile a program with; none that ``XLA_FLAGS`` sets."""
+    is_wrong = platform == "cpu" and jax.__version_info__[:2] == (0, 10)
+    if not is_wrong or _FUSIONS in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {_FUSIONS: _MATMULS_ALONE}
+
+
+class CorrectJit:
+    """``jax.jit`` of a function, compiled with these options.
+
+    A call in a program that JAX traces becomes a part of it, which has no options of
+    its own.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._options = function, options
+        self._part = jax.jit(function, **options)
+
+    @functools.cached_property
+    def alone(self) -> Any:
+        """The jitted function of calls outside of traces."""
+        correct = correct_options(jax.default_backend()) or None
+        return jax.jit(self._function, compiler_options=correct, **self._options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, or become part of what JAX traces."""
+        function = self.alone if core.trace_state_clean() else self._part
+        return function(*args, **kwargs)
