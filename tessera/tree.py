@@ -39,6 +39,11 @@ def named_leaves(tree: Tree, root: str = "", is_leaf: Any = None) -> dict[str, A
     return {path_name(path, root): leaf for path, leaf in paths}
 
 
+def is_childless(node: Any) -> bool:
+    """Whether there is nothing inside a node: a leaf, None, an empty container."""
+    return jax.tree.structure(node).num_nodes == 1
+
+
 def nest(leaves: dict[str, Any]) -> dict[str, Any]:
     """A nested dict from one whose keys are names of leaves.
 

@@ -42,7 +42,7 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec
-from tessera.tree import partition
+from tessera.tree import is_childless, partition
 
 
 def pipeline(
@@ -271,7 +271,8 @@ class _PipelineConfig:
         by_row = tuple(known(path, array) for path, array in pairs)
         for name in self.batch or ():
             pairs = zip(function.paths, by_row, strict=True)
-            if not any(row and is_in(path, (name,)) for path, row in pairs):
+            has_rows = any(row and is_in(path, (name,)) for path, row in pairs)
+            if not has_rows and not any(is_in(p, (name,)) for p in function.empty):
                 raise _no_argument(name, function.paths)
         if not any(row is not False for row in by_row):
             raise PipelineFormError(
@@ -322,6 +323,7 @@ class _ArrayFunction:
     Attributes:
       arrays: These arrays.
       paths: Their paths in the arguments.
+      empty: The paths of what else is there, such as None.
       results: The tree of the results of its last call.
     """
 
@@ -337,8 +339,10 @@ class _ArrayFunction:
         arguments = (tuple(args), dict(kwargs))
         arrays, self._rest = partition(arguments, is_number)
         self.arrays = list(map(jnp.asarray, arrays))
-        leaves, _ = jax.tree_util.tree_flatten_with_path(arguments)
-        self.paths = tuple(_path(names, path) for path, x in leaves if is_number(x))
+        nodes, _ = jax.tree_util.tree_flatten_with_path(arguments, is_childless)
+        self.paths = tuple(_path(names, path) for path, x in nodes if is_number(x))
+        others = [path for path, x in nodes if len(path) > 1 and not is_number(x)]
+        self.empty = [_path(names, path) for path in others]
         self.results: Any = None
 
     def __call__(self, *arrays: Any) -> list[Any]:

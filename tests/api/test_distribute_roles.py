@@ -293,6 +293,41 @@ def test_a_role_is_said_of_what_the_arguments_have():
         specs(ts.distribute("fsdp", batch="data/z")(loss_of), THETA, DATA)
 
 
+SGD = optax.sgd(0.1)
+
+
+@pytest.mark.parametrize("entry", [None, (), {}, "text"], ids=repr)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero_redundancy_optimizer"])
+def test_what_a_role_is_declared_for_may_hold_no_arrays(strategy, entry):
+    """The state of SGD, and entries of a batch that a model has no use for."""
+
+    def update(theta, state, data):
+        loss, slopes = jax.value_and_grad(loss_of)(theta, data)
+        updates, state = SGD.update(slopes, state, theta)
+        return loss, optax.apply_updates(theta, updates), state
+
+    @ts.distribute(
+        strategy,
+        params="theta",
+        optimizer_state="state",
+        batch=["data/x", "data/y", "data/mask"],
+        results=[None, "params", "optimizer_state"],
+    )
+    def step(theta, state, data):
+        loss = loss_of(theta, data)
+        updates, state = SGD.update(ts.grad(loss, theta), state, theta)
+        return loss, optax.apply_updates(theta, updates), state
+
+    state, data = SGD.init(THETA), {**DATA, "mask": entry}
+    with jax.numpy_dtype_promotion("standard"), FSDP if strategy == "fsdp" else DP:
+        found = step(THETA, state, data)
+        expected = update(THETA, state, DATA)
+    assert found[2] == state
+    assert len(found[1]["up"].sharding.device_set) == 8
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 # --- training steps
 
 

@@ -388,6 +388,11 @@ def test_names_of_the_batch_exist():
     )
 
 
+def test_what_the_batch_names_may_be_empty():
+    model = chain(pipes(batch=["x", "y"]), lambda x, y: x)
+    np.testing.assert_array_equal(model(X, None), model(X, ()))
+
+
 def test_a_step_may_say_which_of_its_arguments_are_batches():
     """A fixed matrix that only the loss reads, as wide as the batch is long."""
 

@@ -25,7 +25,7 @@ from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, Structure
 from tessera.shard import ARRAYS, DistTensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes
-from tessera.tree import Skeleton, named_leaves, path_name
+from tessera.tree import Skeleton, is_childless, named_leaves, path_name
 
 # The mesh axis of an array that is committed to one device.
 ONE_DEVICE = "device"
@@ -152,6 +152,12 @@ class Argument:
         """The static part of an NNX object, where the argument is one."""
         value = self.rebuilt(self.leaves)
         return value.get(STRUCTURE) if isinstance(value, dict) else None
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of its leaves, and of what has none: None, or an empty dict."""
+        value = self.rebuilt(self.leaves)
+        return list(named_leaves(value, self.name, is_leaf=is_childless))
 
     def own_part(self) -> list[Any]:
         """What the compiled program takes for this argument itself."""

@@ -78,16 +78,17 @@ class Strategy:
         """The strategy, with roles inferred from the traced function.
 
         Raises:
-          StrategyError: [T313] a role is declared for an array that does not exist.
+          StrategyError: [T313] a role is declared for what the arguments do not have.
           UndecidedRoleError: [T324] the role of an array is undecided.
         """
         paths = [leaf.name for leaf in call.leaves]
+        given = [path for argument in call.arguments for path in argument.paths]
         for name in self.declared:
-            if not any(is_in(path, (name,)) for path in paths):
+            if not any(is_in(path, (name,)) for path in given):
                 raise StrategyError(
                     f"{graph.name!r} is given no array {name!r}",
                     got=f"{self.declared[name]}={name!r}",
-                    fix=did_you_mean(name, paths),
+                    fix=did_you_mean(name, given),
                 )
         declared = {
             p: role for p in paths if (role := replace(self, inferred={}).role(p))
@@ -255,13 +256,14 @@ class Strategy:
                 if part.form == result.form
                 and all(key is None or self.role(key) == role for key in part.keys)
             ]
-            if role is not None and not alike:
+            holds_arrays = any(map(is_array, result.leaves))
+            if role is not None and holds_arrays and not alike:
                 raise StrategyError(
                     f"a result is declared {role!r}, and is like no such argument",
                     got=f"results={self.results!r}",
                     fix="declare None for it, or the role of the argument it is like",
                 )
-            keys = alike[0].keys if role is not None else (None,) * len(result.keys)
+            keys = alike[0].keys if role and alike else (None,) * len(result.keys)
             found.append(tuple(None if k is None else layouts[k] for k in keys))
         return found
 
