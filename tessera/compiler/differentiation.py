@@ -14,11 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from tessera import _jax
+from tessera._jax_closures import (
+    NoGradientByClosure,
+    closures_as_operands,
+    is_of_ended_trace,
+)
 from tessera.compiler import rewriting
 from tessera.compiler.cached_linearization import CachedLinearization
 from tessera.compiler.gradient_primitive import (
     differentiating,
     gradient_p,
+    refuse_closure,
     unconnected_error,
 )
 from tessera.errors import UndifferentiableError
@@ -39,10 +45,36 @@ def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Pro
       UndifferentiableError: [T317] a loop of unknown length leads to a loss.
     """
     # One at a time, for a later loss may use a gradient.
-    with differentiating():
+    with differentiating(), closures_as_operands(refuse_closure):
+        if not is_inner and rewriting.contains(program, _is_gradient):
+            program = rewriting.rewrite(program, _closes_over, _fix_closures)
         while rewriting.contains(program, _is_gradient):
             program = _without_next_gradient(program, is_inner)
+            if _holds_ended_traces(program):
+                refuse_closure(is_hidden=True)
     return program
+
+
+def _closes_over(equation: _jax.Equation, _: str = "") -> bool:
+    is_call = equation.primitive.name == "custom_jvp_call"
+    return is_call and bool(equation.params.get("num_consts"))
+
+
+def _fix_closures(
+    equation: _jax.Equation, operands: Sequence[Any], _: str
+) -> Sequence[Any]:
+    """Refuse gradients by what the function closes over: JAX would give zeros."""
+    count = equation.params["num_consts"]
+    return _jax.bind(equation, [*map(_fixed, operands[:count]), *operands[count:]])
+
+
+def _holds_ended_traces(program: _jax.Program) -> bool:
+    """Whether a rule put values of an ended trace, which it closes over, into it."""
+    return any(map(is_of_ended_trace, _jax.constants(program))) or any(
+        _holds_ended_traces(inner)
+        for equation in _jax.equations(program)
+        for _, inner in _jax.nested(equation)
+    )
 
 
 def _is_gradient(equation: _jax.Equation, _: str = "") -> bool:
@@ -189,6 +221,8 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
         )
         with _jax.line_context(plan.gradient):
             by_outer, by_inner = pull_back(jnp.ones_like(loss))
+    except NoGradientByClosure:
+        refuse_closure()
     except ValueError as error:
         if _NO_BACKWARD not in str(error):
             raise
@@ -247,6 +281,18 @@ def _tap(value: Any, offset: Any) -> Any:
 @_tap.defjvp
 def _tap_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     return primals[0], tangents[0] + tangents[1]
+
+
+@jax.custom_jvp
+def _fixed(value: Any) -> Any:
+    """The value, by which no gradient may be taken."""
+    return value
+
+
+@_fixed.defjvp
+def _fixed_jvp(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    refuse_closure()
 
 
 def _require_connected(

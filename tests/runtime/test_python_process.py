@@ -33,6 +33,7 @@ KNOWN = {
     ("planner/verify.py", "subprocess.run"): "module_command",
     ("training/sweep.py", "subprocess.Popen"): "module_command",
     ("training/data/preparation.py", "subprocess.Popen"): "module_command",
+    ("training/data/template_process.py", "subprocess.Popen"): "module_command",
 }
 
 

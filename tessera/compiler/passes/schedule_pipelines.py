@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces each pipelined call by a loop over microbatches."""
 
+from tessera._jax_closures import NoGradientByClosure
+from tessera.compiler.gradient_primitive import refuse_closure
 from tessera.compiler.ir import Graph
 from tessera.compiler.pipelining.pipeline_primitive import has_pipeline
 
@@ -18,10 +20,14 @@ def schedule_pipelines(graph: Graph) -> Graph:
 
     Raises:
       PipelineFormError: [T312] the loss cannot be computed microbatch by microbatch.
+      OutsideTraceError: [T302] a derivative rule in a stage closes over an array.
     """
     if not has_pipeline(graph.program):
         return graph
     # Imported here: most programs have no pipeline, and it is a large part of Tessera.
     from tessera.compiler.pipelining.insert_pipeline_loop import insert_pipeline_loops
 
-    return insert_pipeline_loops(graph)
+    try:
+        return insert_pipeline_loops(graph)
+    except NoGradientByClosure:
+        refuse_closure()

@@ -20,11 +20,11 @@ Message = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """The characters of an answer, [begin, end), and its message."""
+    """The characters of an answer, [begin, end), and whether it is to be learned."""
 
     begin: int
     end: int
-    message: Message
+    is_learned: bool
 
 
 class Conversation(NamedTuple):
@@ -83,7 +83,6 @@ class ChatTemplate:
         self._environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
         both = source + tool_source
-        self._words = frozenset(re.findall(r"\w+", both))
         self._has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", both))
         try:
             self._template: Any = self._environment.from_string(source)
@@ -92,10 +91,13 @@ class ChatTemplate:
                 if tool_source
                 else self._template
             )
-        except self._jinja.TemplateError as error:
+        except MemoryError:
+            raise
+        # A template that nests too deeply is a RecursionError or Python's SyntaxError.
+        except Exception as error:
             raise TokenizerError(
                 "the tokenizer's chat template cannot be compiled",
-                got=f"line {getattr(error, 'lineno', '?')}: {error}",
+                got=f"line {getattr(error, 'lineno', '?')}: {str(error)[:200]}",
                 fix="correct chat_template.jinja or tokenizer_config.json",
             ) from error
 
@@ -123,16 +125,6 @@ class ChatTemplate:
             raise ConversationError("it has no answer of the role 'assistant'")
         return text, answers
 
-    def unread(self, conversation: Conversation) -> Iterator[str]:
-        """What the template never names, and so leaves out of the text."""
-        values = {"tools": conversation.tools, **conversation.arguments}
-        keys = [key for key, value in values.items() if value]
-        messages = conversation.messages
-        if any(message.get("tool_calls") for message in messages):
-            keys.append("tool_calls")
-        names = (key for key in keys if key not in self._words)
-        yield from (f"{key} (not in the chat template)" for key in names)
-
     def _marked(self, conversation: Conversation, text: str) -> Iterator[Answer]:
         parts = self._blocks(conversation)
         # A filter may have seen a mark, or a message may have one.
@@ -143,7 +135,8 @@ class ChatTemplate:
         for number, part in enumerate(parts):
             begin, end = end, end + len(part)
             if number % 2:
-                yield Answer(begin, end, conversation.messages[numbers[number // 2]])
+                message = conversation.messages[numbers[number // 2]]
+                yield Answer(begin, end, not is_unlearned(message))
 
     def _blocks(self, conversation: Conversation) -> list[str]:
         """The text outside and inside of generation blocks, in turns."""
@@ -182,7 +175,8 @@ class ChatTemplate:
                         "another way when more follow, so the answer is not known; "
                         "mark it by {% generation %} in the template"
                     )
-                yield Answer(len(prompt), len(answered), message)
+                is_learned = not is_unlearned(message)
+                yield Answer(len(prompt), len(answered), is_learned)
 
     def _render(
         self, conversation: Conversation, prompt: bool, begin: str, end: str
@@ -200,11 +194,10 @@ class ChatTemplate:
         }
         try:
             text: str = template.render(values)
-        # What an expression of a template may raise for values that it did not expect.
-        except (
-            *(self._jinja.TemplateError, TypeError, ValueError, AttributeError),
-            *(LookupError, ArithmeticError, RecursionError),
-        ) as error:
+        except MemoryError:
+            raise
+        # Expressions raise anything for values that the template did not expect.
+        except Exception as error:
             raise ConversationError(f"the chat template stops: {error}") from error
         _check(text, messages)
         return text
@@ -230,6 +223,16 @@ class ChatTemplate:
 
         members = {"tags": {"generation"}, "parse": parse}
         return type("Generation", (ext.Extension,), members)
+
+
+def unread(source: str, conversation: Conversation) -> Iterator[str]:
+    """What a template never names, and so leaves out of the text."""
+    values = {"tools": conversation.tools, **conversation.arguments}
+    keys = [key for key, value in values.items() if value]
+    if any(message.get("tool_calls") for message in conversation.messages):
+        keys.append("tool_calls")
+    names = (key for key in keys if not re.search(rf"\b{re.escape(key)}\b", source))
+    yield from (f"{key} (not in the chat template)" for key in names)
 
 
 def is_unlearned(message: Message) -> bool:

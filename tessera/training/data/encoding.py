@@ -11,13 +11,13 @@ from tessera.errors import EmptyDataError, TokenizerError, TokenRangeError
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.chat_template import (
     Answer,
-    ChatTemplate,
     Conversation,
     ConversationError,
     is_unlearned,
 )
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.records import Record, bad_record
+from tessera.training.data.template_process import TemplateProcess
 from tessera.training.data.tokenization import (
     Ids,
     JsonTokenizer,
@@ -70,7 +70,7 @@ class Encoder:
         self.tokenizer = load_tokenizer(config.tokenizer)
         self.separator: int | None = self.tokenizer.separator
         self._config, self._vocab_size = config, vocab_size
-        self._template: ChatTemplate | None = None
+        self._template: TemplateProcess | None = None
         if config.messages_key:
             _, self._template = chat_template_of(self.tokenizer, config.tokenizer)
             # A template begins conversations itself.
@@ -131,10 +131,10 @@ class Encoder:
             return text, self.tokenizer.encode_chat(text)[0], None
         text, answers = self._template.render_answers(conversation)
         ids, characters = self.tokenizer.encode_chat(text)
-        unlearned = [one for one in answers if is_unlearned(one.message)]
+        unlearned = [one for one in answers if not one.is_learned]
         if learns_all:
             return text, ids, ~_overlapping(characters, unlearned)
-        learned = [one for one in answers if not is_unlearned(one.message)]
+        learned = [one for one in answers if one.is_learned]
         if not learned:
             raise ConversationError("each of its answers has the weight 0")
         return text, ids, _overlapping(characters, learned)
@@ -193,7 +193,7 @@ def _size(record: Record) -> int:
 
 def chat_template_of(
     tokenizer: Tokenizer, name: str
-) -> tuple[JsonTokenizer, ChatTemplate]:
+) -> tuple[JsonTokenizer, TemplateProcess]:
     """A tokenizer with its chat template.
 
     Args:
@@ -218,7 +218,7 @@ def chat_template_of(
             "chat_template in tokenizer_config.json",
             fix="use the tokenizer of a chat model, or write chat_template.jinja",
         )
-    return tokenizer, ChatTemplate(
+    return tokenizer, TemplateProcess(
         folder.chat_template, folder.special_tokens, folder.tool_template
     )
 
