@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-import yaml
-
+from tessera.bounded_yaml import parse_yaml
 from tessera.errors import TargetError, TesseraError
 from tessera.planner.answer import Answer, describe
 from tessera.planner.auto_remat import AUTO as AUTO_REMAT
@@ -170,9 +169,9 @@ class _RecordedRun:
         if folder.name == CHECKPOINTS:
             folder = folder.parent
         try:
-            settings = yaml.safe_load((folder / "config.yaml").read_text())
+            settings = parse_yaml((folder / "config.yaml").read_text())
             is_run = "mesh_shape" in settings["model"]
-        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        except (OSError, ValueError, LookupError, TypeError):
             return None  # the trainer says what is wrong with the folder
         return cls(folder, settings) if is_run else None
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import yaml
-
+from tessera.bounded_yaml import parse_yaml
 from tessera.errors import OutputPathError
 from tessera.records.events import Event, read_events
 from tessera.regular_files import check_regular
@@ -148,10 +147,10 @@ def _mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
         if path.suffix == ".json":
             value = parse_json(content, longest=_LONGEST_FILE)
         else:
-            value = yaml.safe_load(content)
+            value = parse_yaml(content)
         if not isinstance(value, dict):
             raise ValueError("it holds no mapping")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         problems.append(f"{path.name}: {reason or str(error).splitlines()[0]}")
         return {}

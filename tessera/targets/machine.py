@@ -178,11 +178,13 @@ def machine_of_kind(device_kind: str) -> Machine | None:
 
 def _read(path: Path) -> Machine:
     from omegaconf import OmegaConf  # as Hydra reads files, so that 1e6 is a number
-    from yaml import YAMLError
+
+    from tessera.bounded_yaml import parse_yaml
 
     try:
+        parse_yaml(path.read_text(encoding="utf-8"))
         values = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:
         raise _wrong(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(values, dict):
         raise _wrong(path, "it has no keys and values")

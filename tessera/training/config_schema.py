@@ -6,8 +6,8 @@ from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from tessera.bounded_yaml import parse_yaml
 from tessera.models.definition import DECODER, ModelDefinition, definition_of
 from tessera.training.config import (
     Config,
@@ -110,7 +110,7 @@ def settings_of_text(text: str) -> Config:
       ValueError: It is not such a text, or not of this version.
     """
     try:
-        values = yaml.safe_load(text)
+        values = parse_yaml(text)
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
@@ -121,8 +121,11 @@ def settings_of_text(text: str) -> Config:
         cls = OPTIMIZERS[values["optimizer"]["name"]]
         config.optimizer = typed(cls)
         return settings_of(cast(DictConfig, OmegaConf.merge(config, values)))
-    except (OmegaConfBaseException, yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(str(error).splitlines()[0]) from error
+    except ValueError:
+        raise
+    except Exception as error:
+        name = type(error).__name__
+        raise ValueError(next(iter(str(error).splitlines()), name)) from error
 
 
 def as_text(config: DictConfig) -> str:

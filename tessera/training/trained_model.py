@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 
 import jax
-import yaml
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from tessera.bounded_yaml import parse_yaml
 from tessera.device_grid import checked_axes, checked_shape
 from tessera.errors import (
     MeshShapeError,
@@ -155,10 +155,10 @@ def mesh_of(text: str | None) -> Mesh | None:
         prepare_devices(1)
         return None
     try:
-        sizes, names = yaml.safe_load(text)
+        sizes, names = parse_yaml(text)
         axes = checked_axes(names)
         shape = checked_shape(sizes, axes)
-    except (yaml.YAMLError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         if isinstance(error, MeshShapeError):
             raise
         raise MeshShapeError(

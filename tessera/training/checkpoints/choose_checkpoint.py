@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-import yaml
 from jax.experimental import multihost_utils
 
 from tessera import errors
+from tessera.bounded_yaml import parse_yaml
 from tessera.errors import CheckpointNotFoundError, OutputPathError, TesseraError
 from tessera.training.build_run import Run
 from tessera.training.checkpoints.checkpoint_folder import (
@@ -170,8 +170,8 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
     The settings of resuming itself are expected to differ and are left out.
     """
     try:
-        old, new = (dict(_flatten(yaml.safe_load(text))) for text in (before, now))
-    except yaml.YAMLError:
+        old, new = (dict(_flatten(parse_yaml(text))) for text in (before, now))
+    except ValueError:
         yield "the configuration in the checkpoint is malformed"
         return
     for name in sorted(old.keys() | new.keys()):
