@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +89,12 @@ class Shard(Protocol):
         """Changes with the content of the arrays."""
         ...
 
-    def arrays(self) -> TokenArrays:
-        """The arrays, which the caller does not keep."""
+    def read(self, begin: int, end: int) -> "Window":
+        """The tokens from index ``begin`` to ``end``.
+
+        Raises:
+          TokenCacheError: [T608] a file is damaged.
+        """
         ...
 
 
@@ -121,23 +125,49 @@ class MemoryShard:
         """Changes with the content of the arrays."""
         return repr(sorted(self.content.checksums.items()))
 
-    def arrays(self) -> TokenArrays:
-        """The arrays."""
-        return self.content
+    def read(self, begin: int, end: int) -> "Window":
+        """The tokens from index ``begin`` to ``end``."""
+        tokens, starts, bits = self.content
+        if bits is not None:
+            bits = bits[begin // 8 : -(-end // 8)]
+        return Window.of(tokens[begin:end], starts, bits, begin)
 
 
 class Window(NamedTuple):
-    """A range of a stream, copied.
+    """A range of a stream or of a shard.
 
     Attributes:
-      tokens: int32, [tokens].
+      tokens: int32, of a shard as ``TokenArrays`` has them; [tokens].
       starts: Where documents start, relative to the range; int64.
       loss_mask: Which tokens are learned, [tokens]; None means all of them.
     """
 
-    tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32 | np.uint16 | np.uint32]
     starts: npt.NDArray[np.int64]
     loss_mask: LossMask | None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: npt.NDArray[np.uint16 | np.uint32],
+        starts: npt.NDArray[np.int64],
+        bits: npt.NDArray[np.uint8] | None,
+        begin: int,
+    ) -> Self:
+        """A range of a shard.
+
+        Args:
+          tokens: Those of the range.
+          starts: Those of the shard.
+          bits: The bytes of the mask that have bits of the range.
+          begin: Where the range begins.
+        """
+        end, mask = begin + tokens.size, None
+        if bits is not None:
+            whole = np.unpackbits(bits, bitorder="little")
+            mask = whole[begin % 8 :][: tokens.size].astype(bool)
+        inner = slice(*np.searchsorted(starts, (begin, end)))
+        return cls(tokens, starts[inner] - begin, mask)
 
 
 class TokenStream:
@@ -182,22 +212,16 @@ class TokenStream:
         for shard, at in zip(self.shards[first:], self._begins[first:], strict=False):
             if at >= end:
                 break
-            arrays, low = shard.arrays(), max(begin - int(at), 0)
-            part = arrays.tokens[low : end - at]
-            here = slice(offset := int(at) + low - begin, offset + part.size)
-            tokens[here] = part
-            inner = slice(*np.searchsorted(arrays.starts, (low, low + part.size)))
-            starts.append(arrays.starts[inner] + (at - begin))
-            if (bits := arrays.loss_mask) is not None:
+            low = max(begin - int(at), 0)
+            part = shard.read(low, min(end - int(at), shard.num_tokens))
+            here = slice(offset := int(at) + low - begin, offset + part.tokens.size)
+            tokens[here] = part.tokens
+            starts.append(part.starts + offset)
+            if part.loss_mask is not None:
                 if loss_mask is None:
                     loss_mask = np.ones(tokens.size, bool)
-                loss_mask[here] = _unpack(bits, low, low + part.size)
+                loss_mask[here] = part.loss_mask
         return Window(tokens, np.concatenate(starts), loss_mask)
-
-
-def _unpack(bits: npt.NDArray[np.uint8], begin: int, end: int) -> LossMask:
-    whole = np.unpackbits(bits[begin // 8 : -(-end // 8)], bitorder="little")
-    return whole[begin % 8 :][: end - begin].astype(bool)
 
 
 class ShardBuilder:

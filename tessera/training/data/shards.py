@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of tokens in files: written once, read through memory maps.
+"""Blocks of tokens in files: written once, read row by row.
 
 A block is a folder of shards, and a shard is up to three arrays in NumPy's format:
 
@@ -11,13 +11,15 @@ A block is a folder of shards, and a shard is up to three arrays in NumPy's form
 
 A block is written under a temporary name and renamed when it is complete. Its manifest
 and the sizes of its files are checked when a run starts, and the checksum of a shard's
-files when a process first reads a row of it: a damaged file is never trained on.
+files when a process first reads a row of it: a damaged file is never trained on. Files
+are not memory-mapped, as one that becomes shorter would then end the process.
 """
 
 import json
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,14 +30,13 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.errors import TokenCacheError
-from tessera.training.data.packing import ShardBuilder, TokenArrays, checksum
+from tessera.training.data.packing import ShardBuilder, Window, checksum
 from tessera.training.data.tokenization import Ids
 
 FORMAT: Final = 2
 """Changes when the same text would give other files."""
 
-# Tokens of a shard. Every process maps up to _MOST_OPEN shards, so with two bytes each
-# at most 400 MB of them are resident.
+# Tokens of a shard, and the shards whose files and starts a process keeps.
 _SHARD_TOKENS: Final = 2**22
 _MOST_OPEN: Final = 48
 _MANIFEST: Final = "manifest.json"
@@ -68,8 +69,8 @@ class StoredShard:
         """Changes with the content of the arrays."""
         return repr(sorted((name, value) for name, (_, value) in self.files.items()))
 
-    def arrays(self) -> TokenArrays:
-        """The arrays as memory maps.
+    def read(self, begin: int, end: int) -> Window:
+        """The tokens from index ``begin`` to ``end``.
 
         Raises:
           TokenCacheError: [T608] a file has changed since it was written.
@@ -79,7 +80,9 @@ class StoredShard:
                 if _file_checksum(self.path(name)) != expected:
                     raise _damaged(self.path(name), "its checksum is another one")
             self._verified.append(True)
-        return _mapped(self)
+        tokens, starts, mask = _opened(self)
+        bits = None if mask is None else mask.read(begin // 8, -(-end // 8))
+        return Window.of(tokens.read(begin, end), starts, bits, begin)
 
     def path(self, name: str) -> Path:
         """The file of one of the arrays."""
@@ -99,18 +102,45 @@ class StoredShard:
 
 
 def _file_checksum(path: Path) -> str:
-    # Not through a map, whose pages would count as memory of this process.
     with _reading(path.parent), path.open("rb") as file:
         return checksum(*iter(lambda: file.read(_READ_BYTES), b""))
 
 
-@lru_cache(_MOST_OPEN)
-def _mapped(shard: StoredShard) -> TokenArrays:
-    def load(name: str) -> Any:
-        return np.load(shard.path(name), mmap_mode="r") if name in shard.files else None
+class _FileArray:
+    """An array in a file, of which parts are read; the file stays open."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _reading(path.parent):
+            self._file = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+            with open(self._file, "rb", closefd=False) as stream:
+                np.lib.format.read_magic(stream)
+                header = np.lib.format.read_array_header_1_0(stream)
+                self._dtype, self._begin = header[2], stream.tell()
+
+    def read(self, begin: int, end: int) -> Any:
+        """The elements from index ``begin`` to ``end``."""
+        size = self._dtype.itemsize
+        position, missing = self._begin + begin * size, (end - begin) * size
+        parts = list[bytes]()
+        with _reading(self._path.parent):
+            while missing and (part := os.pread(self._file, missing, position)):
+                parts.append(part)
+                position, missing = position + len(part), missing - len(part)
+        if missing:
+            raise _damaged(self._path, f"it has become shorter: {position:,} bytes")
+        return np.frombuffer(b"".join(parts), self._dtype)
+
+
+@lru_cache(_MOST_OPEN)
+def _opened(shard: StoredShard) -> tuple[_FileArray, Any, _FileArray | None]:
+    """The tokens, the starts, which are read whole, and the mask of a shard."""
     with _reading(shard.prefix.parent):
-        return TokenArrays(*map(load, TokenArrays._fields))
+        starts = np.load(shard.path("starts"))
+    has_mask = "loss_mask" in shard.files
+    mask = _FileArray(shard.path("loss_mask")) if has_mask else None
+    return _FileArray(shard.path("tokens")), starts, mask
 
 
 @dataclass(frozen=True)
@@ -127,7 +157,7 @@ class Block:
 
 
 def read_block(folder: Path) -> Block:
-    """The shards in a folder, whose arrays are mapped when they are first read.
+    """The shards in a folder, whose files are opened when they are first read.
 
     Raises:
       TokenCacheError: [T608] the manifest or the size of a file is wrong.

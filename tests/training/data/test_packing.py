@@ -80,7 +80,7 @@ def test_rows_are_int32_whatever_the_vocabulary():
         ids = np.array([0, vocab_size - 1, 3], np.int32)
         stream = join([("a", ids, None)], separator=None, vocab_size=vocab_size)
         row = PackedRows(stream, 2, keep_tail=False)[0]
-        assert stream.shards[0].arrays().tokens.dtype == stored
+        assert stream.shards[0].read(0, 3).tokens.dtype == stored
         assert {values.dtype for values in row.values()} == {np.dtype(np.int32)}
         assert row["tokens"].tolist() == [0, vocab_size - 1]
 

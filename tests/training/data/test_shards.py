@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of tokens in files: what is written is read, and damage is found."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 
@@ -59,8 +62,8 @@ def test_tokens_have_two_bytes_where_the_vocabulary_allows_it(tmp_path):
         folder = tmp_path / str(vocab_size)
         ids = [[vocab_size - 1]]
         (shard,) = read_block(write(folder, ids, [None], vocab_size=vocab_size)).shards
-        assert shard.arrays().tokens.dtype == dtype
-        assert shard.arrays().tokens.tolist() == [0, vocab_size - 1]
+        assert shard.read(0, 2).tokens.dtype == dtype
+        assert shard.read(0, 2).tokens.tolist() == [0, vocab_size - 1]
         assert shard.largest_id == vocab_size - 1
 
 
@@ -104,6 +107,27 @@ def test_missing_and_incomplete_files_are_found_at_the_start(tmp_path, name):
         read_block(path.parent)
 
 
+@pytest.mark.parametrize("name", ["tokens", "loss_mask"])
+@pytest.mark.parametrize("left", [0, 64, 140])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path, name, left):
+    folder = write(tmp_path / "block", [[1] * 500], [np.zeros(500, bool)])
+    stream = stream_of(folder)
+    stream.read(0, 10)
+    path = folder / f"00000.{name}.npy"
+    os.truncate(path, left)
+    with pytest.raises(TokenCacheError) as caught:
+        stream.read(300, 310)
+    assert f"got: {path}: it has become shorter: " in str(caught.value)
+
+
+def test_a_block_that_is_removed_while_it_is_read_is_read_on(tmp_path):
+    folder = write(tmp_path / "block")
+    stream = stream_of(folder)
+    expected = stream.read(0, 99).tokens.tolist()
+    shutil.rmtree(folder)
+    assert stream.read(0, 99).tokens.tolist() == expected
+
+
 def test_a_block_that_fails_leaves_nothing(tmp_path):
     def fail():
         with new_block(tmp_path / "block", is_locked=True) as folder:
@@ -122,13 +146,13 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"block", ".other-left"}
 
 
-def test_many_shards_share_a_few_maps(tmp_path, monkeypatch):
+def test_many_shards_share_a_few_open_files(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "_SHARD_TOKENS", 1)
-    shards._mapped.cache_clear()
+    shards._opened.cache_clear()
     count = shards._MOST_OPEN + 9
     documents = [[i % 9 + 1] for i in range(count)]
     stream = stream_of(write(tmp_path / "block", documents, [None] * count))
     assert len(stream.shards) == count
     tokens = stream.read(0, 10**9).tokens
     assert tokens[1::2].tolist() == [ids[0] for ids in documents]
-    assert shards._mapped.cache_info().currsize == shards._MOST_OPEN
+    assert shards._opened.cache_info().currsize == shards._MOST_OPEN
