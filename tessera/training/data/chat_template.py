@@ -227,9 +227,10 @@ class ChatTemplate:
 
 def unread(source: str, conversation: Conversation) -> Iterator[str]:
     """What a template never names, and so leaves out of the text."""
-    values = {"tools": conversation.tools, **conversation.arguments}
-    keys = [key for key, value in values.items() if value]
-    if any(message.get("tool_calls") for message in conversation.messages):
+    messages, tools, arguments = conversation
+    keys = [key for key, value in arguments.items() if value is not None]
+    keys += ["tools"] if tools else []
+    if any(message.get("tool_calls") for message in messages):
         keys.append("tool_calls")
     names = (key for key in keys if not re.search(rf"\b{re.escape(key)}\b", source))
     yield from (f"{key} (not in the chat template)" for key in names)

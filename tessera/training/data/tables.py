@@ -144,9 +144,9 @@ def _check_pages(path: Path, group: Any, columns: Sequence[str]) -> int:
     Raises:
       DataFormatError: [T606] one of their pages is larger than a reader may hold.
     """
-    num_bytes = 0
+    num_bytes, prefixes = 0, tuple(f"{column}." for column in columns)
     for chunk in (group.column(i) for i in range(group.num_columns)):
-        if chunk.path_in_schema.partition(".")[0] not in columns:
+        if not f"{chunk.path_in_schema}.".startswith(prefixes):
             continue
         num_bytes += chunk.total_uncompressed_size
         if chunk.total_uncompressed_size <= _MOST_PAGE_BYTES:

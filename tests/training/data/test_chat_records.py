@@ -176,7 +176,7 @@ def test_keys_that_are_not_used_are_said_once(tmp_path):
     record = record_of(
         {"content": "hello", "train": False, "tool_calls": [CALL]},
         **{"tools": [CALL], "documents": ["a"], "id": 3, "images": None},
-        chat_template_kwargs={"enable_thinking": True},
+        chat_template_kwargs={"enable_thinking": False},
     )
     path = folder / "chat.jsonl"
     path.write_text((json.dumps(record) + "\n") * 9)
