@@ -71,6 +71,7 @@ def write_folder(
         for name, content in {**(files or {}), CONFIG_FILE: values}.items():
             (partial / name).parent.mkdir(exist_ok=True)
             if isinstance(content, Path):
+                (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(content, partial / name)
             else:
                 _write_json(partial / name, content)

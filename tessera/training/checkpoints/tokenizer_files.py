@@ -8,12 +8,13 @@ from typing import Any, Final
 from tessera.models.families.published import GENERATION_FILE
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.tokenization import load_tokenizer
+from tessera.training.data.tokenizer_folder import TOOL_TEMPLATE
 
 # A tokenizer's own file, and what tokenizers of Hugging Face have beside it.
 _OWN: Final = ("tokenizer.json", "tokenizer.model")
 _BESIDE: Final = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
+    *("chat_template.jinja", "chat_template.json", TOOL_TEMPLATE, GENERATION_FILE),
     *("vocab.json", "merges.txt"),
 )
 

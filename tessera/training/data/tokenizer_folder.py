@@ -2,7 +2,8 @@
 """Reads what Hugging Face stores beside a tokenizer's file.
 
 ``tokenizer_config.json`` has the names of special tokens, tokens that were added later
-and the chat template, which may also be in ``chat_template.jinja``.
+and the chat template, which may also be in ``chat_template.jinja``, with another one
+for tools.
 """
 
 import json
@@ -16,6 +17,7 @@ from tessera.regular_files import check_regular
 
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
+TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model")
 _SPECIAL_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -60,6 +62,7 @@ def read_folder(file: Path) -> TokenizerFolder:
             named = {one["name"]: one["template"] for one in template}
             template = named.get("default")
             tool_template = named.get("tool_use", "")
+        tool_template = _content(file.parent / TOOL_TEMPLATE) or tool_template
         special_tokens = {
             f"{role}_token": _content_of_token(values[f"{role}_token"])
             for role in _SPECIAL_TOKENS
@@ -84,7 +87,7 @@ def folder_files(file: Path) -> list[Path]:
     """The files beside a tokenizer's file that ``read_folder`` reads."""
     if file.name not in TOKENIZER_FILES:
         return []
-    paths = [file.with_name(name) for name in (_CONFIG, _TEMPLATE)]
+    paths = [file.parent / name for name in (_CONFIG, _TEMPLATE, TOOL_TEMPLATE)]
     return [path for path in paths if path.exists()]
 
 

@@ -108,6 +108,16 @@ def test_a_tokenizer_is_copied_with_what_stands_beside_it(tokenizer):
     }
 
 
+def test_a_template_for_tools_is_exported(tokenizer, filled, tmp_path):
+    path = tokenizer.parent / "additional_chat_templates/tool_use.jinja"
+    path.parent.mkdir()
+    path.write_text("tools")
+    save_run(tmp_path / "run", filled, f"data.tokenizer={tokenizer.parent}")
+    export_checkpoint(tmp_path / "run", tmp_path / "hf", kind="hf")
+    written = tmp_path / "hf" / path.relative_to(tokenizer.parent)
+    assert written.read_text() == "tools"
+
+
 def test_a_folder_is_the_tokenizer_in_it(tokenizer):
     by_file, by_folder = (
         tokenizer_files(DataConfig(name="text", path="x", tokenizer=str(path)))

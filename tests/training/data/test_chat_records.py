@@ -17,7 +17,7 @@ from tessera.training.data import DataConfig, load
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.encoding import Encoder
 from tessera.training.data.records import read_records
-from tessera.training.data.tokenization import load_tokenizer
+from tessera.training.data.tokenization import load_tokenizer, tokenizer_files
 from tessera.training.data.units import Unit
 from tests.training.data.chat_folders import turns, write_folder
 from tests.training.data.chat_records import TEMPLATE, draw_record
@@ -207,6 +207,14 @@ def test_the_template_for_tools_writes_conversations_with_tools(tmp_path):
     records = [record_of({"content": "a"}), record_of({"content": "a"}, tools=[CALL])]
     made = encoded(folder, records)
     assert [text_of(folder, one.ids) for one in made] == ["hi", "1 tools"]
+    path = folder / "additional_chat_templates/tool_use.jinja"
+    path.parent.mkdir()
+    path.write_text("{{ tools | length }} tools in a file of its own")
+    (folder / "chat_template.jinja").write_text("default")
+    made = encoded(folder, records)
+    expected = ["default", "1 tools in a file of its own"]
+    assert [text_of(folder, one.ids) for one in made] == expected
+    assert path in tokenizer_files(str(folder))
 
 
 def test_generate_gives_the_template_what_a_conversation_has(tmp_path, capsys):
