@@ -5,6 +5,7 @@ A program takes arrays. In place of an object it takes a dict of the object's ar
 path, with the object's structure as a static value beside them. The function gets an
 object made of these, and after the call the caller's object is updated to its state. A
 trace never sees the caller's object, so a function may be traced any number of times.
+Objects that a function creates and returns are split and merged as well.
 
 ``nnx.jit`` does the same for NNX objects, in the same four steps of
 ``nnx.update_context``: split the caller's objects, merge them in the trace, split them
@@ -95,48 +96,6 @@ def hint_of_parameters(weights: Any) -> str:
     if all(isinstance(leaf, nnx.Param) for leaf in leaves if is_object(leaf)):
         return ""
     return "by a model's parameters alone: ts.grad(loss, nnx.state(model, nnx.Param))"
-
-
-def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``nnx.remat``, except that variables it does not change keep their values.
-
-    After Flax's own, every variable holds a new value, and a gradient by the parameters
-    would not depend on the old ones.
-    """
-    from flax import nnx
-
-    def again(*args: Any) -> Any:
-        objects = [arg for arg in args if is_object(arg)]
-        before = _variables(objects)
-        unchanged: set[Any] = set()
-
-        def recording(*inner: Any) -> Any:
-            variables = _variables([arg for arg in inner if is_object(arg)])
-            result = body(*inner)
-            unchanged.update(
-                p for p, (v, raw) in variables.items() if v.get_raw_value() is raw
-            )
-            return result
-
-        result = nnx.remat(recording, **options)(*args)
-        for path in unchanged:
-            variable, raw = before[path]
-            variable.set_raw_value(raw)
-        return result
-
-    return again
-
-
-def _variables(objects: list[Any]) -> dict[Any, tuple[Any, Any]]:
-    """The variables of some objects and their values, by path."""
-    from flax import nnx
-
-    flat = nnx.to_flat_state(nnx.state(objects))
-    return {
-        path: (leaf, leaf.get_raw_value())
-        for path, leaf in flat
-        if isinstance(leaf, nnx.Variable)
-    }
 
 
 def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
@@ -375,9 +334,40 @@ class WithObjects:
         result = scope.resolve_callee(self.body)(*values, **named)
         with _nnx("split_context") as context:
             restored.split(context)
+            return _result_split(context, result)
 
-            check_references(jax.tree.leaves(result), ())
-            return _with_each(_is_unit, functools.partial(_split, context), result)
+
+def split_result(result: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A result with arrays in place of the objects that the function created.
+
+    Returns:
+      The result, and a function that puts objects in the place of such arrays. What
+      objects of the result share, these share too.
+
+    Raises:
+      WriteBackError: [T320] there is a mutable array in it.
+    """
+    if not holds_objects(result):
+        check_references(jax.tree.leaves(result), ())
+        return result, lambda result: result
+    from flax import nnx
+
+    with nnx.split_context() as context:
+        return _result_split(context, result), _merge_result
+
+
+def _result_split(context: Any, result: Any) -> Any:
+    check_references(jax.tree.leaves(result, is_leaf=is_object), ())
+    split = _with_each(_is_unit, functools.partial(_split, context), result)
+    check_references(jax.tree.leaves(split), ())
+    return split
+
+
+def _merge_result(result: Any) -> Any:
+    from flax import nnx
+
+    with nnx.merge_context() as context:
+        return _with_each(_is_split, functools.partial(_merged, context), result)
 
 
 class _MergedObjects:

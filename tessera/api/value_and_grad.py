@@ -23,7 +23,12 @@ from tessera.compiler.gradient_primitive import grad, gradient_taken_p
 from tessera.compiler.pipelining.pipeline_primitive import has_pipeline
 from tessera.compiler.trace.declared_layouts import Options, is_number
 from tessera.errors import ArgumentError, did_you_mean
-from tessera.object_arguments import changes_in_place, is_object, parameters_of
+from tessera.object_arguments import (
+    changes_in_place,
+    is_object,
+    parameters_of,
+    split_result,
+)
 from tessera.ops.operand_layouts import layout_of
 from tessera.shard import ARRAYS, is_tensor
 from tessera.tree import partition
@@ -223,7 +228,8 @@ class _OwnProgram:
 
         def of_arrays(*arrays: Any) -> list[Any]:
             args, kwargs = arguments.combine(map(_laid_out_like, arrays, own))
-            results, self._result = partition(body(*args, **kwargs), is_number)
+            result, self._restore = split_result(body(*args, **kwargs))
+            results, self._result = partition(result, is_number)
             return list(map(jnp.asarray, results))
 
         forms = [_jax.struct(jax.typeof(array)) for array in self._arrays]
@@ -237,7 +243,7 @@ class _OwnProgram:
     def run(self) -> Any:
         """The call's result and its gradients."""
         results = _jax.evaluate(differentiated(self._program), *self._arrays)
-        return self._result.combine(results)
+        return self._restore(self._result.combine(results))
 
 
 def _is_array(value: object) -> bool:

@@ -38,7 +38,7 @@ from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
 from tessera.errors import OutsideTraceError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.object_arguments import check_references
+from tessera.object_arguments import split_result
 from tessera.shard import DistTensor
 from tessera.tree import partition
 
@@ -134,9 +134,8 @@ def run_eagerly(
         for array, value in zip(arrays, values, strict=True):
             if value.spec is not None and mesh is not None:
                 scope.record_layout(array, mesh, value.spec)
-        result = function(*args, **kwargs)
+        result, restore = split_result(function(*args, **kwargs))
         leaves, tree = jax.tree.flatten(result)
-        check_references(leaves, ())
         writes, written = watch.changes()
         leaves = [jnp.asarray(leaf) if is_number(leaf) else leaf for leaf in leaves]
         written = [jnp.asarray(array) for array in written]
@@ -148,12 +147,14 @@ def run_eagerly(
     specs = _result_specs(result, options, mesh, names, outputs)
     given = write_values(writes, list(map(jax.typeof, written)), values)
     return EagerResult(
-        jax.tree.unflatten(
-            tree,
-            [
-                _placed(leaf, mesh, spec)
-                for leaf, spec in zip(jax.tree.leaves(result), specs, strict=True)
-            ],
+        restore(
+            jax.tree.unflatten(
+                tree,
+                [
+                    _placed(leaf, mesh, spec)
+                    for leaf, spec in zip(jax.tree.leaves(result), specs, strict=True)
+                ],
+            )
         ),
         writes,
         [

@@ -149,7 +149,9 @@ class Kernel:
             call = inspect.BoundArguments(self._signature, template.combine(blocks))
             with capturing(_refuse_closure):
                 function = scope.resolve_callee(self._function)
-                return function(*call.args, **call.kwargs)
+                result = function(*call.args, **call.kwargs)
+            self._refuse_objects({"result": result})
+            return result
 
         if is_traced(*values):
             return _run_traced(body, mesh, specs, values)
@@ -170,11 +172,11 @@ class Kernel:
         layout = block_layout_of(leaf.value, "a kernel")
         return PartitionSpec() if layout is None else layout[1]
 
-    def _refuse_objects(self, arguments: Mapping[str, Any]) -> None:
-        for name, value in arguments.items():
+    def _refuse_objects(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
             if holds_objects(value):
                 raise KernelError(
-                    f"a kernel takes arrays, and argument {name!r} holds NNX objects",
+                    f"a kernel is for arrays, and {name!r} holds NNX objects",
                     got=f"a {type(value).__name__}",
                     fix="pass its arrays: layer.kernel[...]",
                 )

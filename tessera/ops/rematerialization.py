@@ -15,8 +15,7 @@ import numpy as np
 
 from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
-from tessera.object_arguments import is_object
-from tessera.object_arguments import remat as remat_with_objects
+from tessera.object_arguments import Structure, is_object, split_result
 from tessera.primitive_properties import CUDNN_ATTENTION, MATMULS
 from tessera.tree import partition
 
@@ -160,8 +159,20 @@ def _call(
         callee = function if callee is None else callee
         return scope.resolve_callee(callee)(*args, **kwargs)
 
-    transform: Any = jax.checkpoint if is_plain else remat_with_objects
-    return transform(body, policy=rule, prevent_cse=prevent_cse)(*traced)
+    options: dict[str, Any] = {"policy": rule, "prevent_cse": prevent_cse}
+    if not is_plain:
+        return _remat_with_objects(body, **options)(*traced)
+    found: list[Any] = []
+
+    def of_arrays(*arrays: Any) -> Any:
+        result, restore = split_result(body(*arrays))
+        leaves, skeleton = partition(result, _is_no_structure)
+        found[:] = restore, skeleton
+        return leaves
+
+    leaves = jax.checkpoint(of_arrays, **options)(*traced)
+    restore, skeleton = found
+    return restore(skeleton.combine(leaves))
 
 
 def _check_keywords(
@@ -211,6 +222,52 @@ def _rule(policy: str | Callable[..., Any]) -> Callable[..., Any] | None:
     return POLICIES.get(policy)
 
 
+def _is_no_structure(leaf: Any) -> bool:
+    return not isinstance(leaf, Structure)
+
+
 def _is_traced(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array | np.ndarray)
     return is_array or hasattr(leaf, "__jax_array__") or is_object(leaf)
+
+
+def _remat_with_objects(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``nnx.remat``, except that variables it does not change keep their values.
+
+    After Flax's own, every variable holds a new value, and a gradient by the parameters
+    would not depend on the old ones.
+    """
+    from flax import nnx
+
+    def again(*args: Any) -> Any:
+        objects = [arg for arg in args if is_object(arg)]
+        before = _variables(objects)
+        unchanged: set[Any] = set()
+
+        def recording(*inner: Any) -> Any:
+            variables = _variables([arg for arg in inner if is_object(arg)])
+            result = body(*inner)
+            unchanged.update(
+                p for p, (v, raw) in variables.items() if v.get_raw_value() is raw
+            )
+            return result
+
+        result = nnx.remat(recording, **options)(*args)
+        for path in unchanged:
+            variable, raw = before[path]
+            variable.set_raw_value(raw)
+        return result
+
+    return again
+
+
+def _variables(objects: list[Any]) -> dict[Any, tuple[Any, Any]]:
+    """The variables of some objects and their values, by path."""
+    from flax import nnx
+
+    flat = nnx.to_flat_state(nnx.state(objects))
+    return {
+        path: (leaf, leaf.get_raw_value())
+        for path, leaf in flat
+        if isinstance(leaf, nnx.Variable)
+    }

@@ -144,7 +144,7 @@ def test_a_kernel_takes_the_arrays_of_a_module(dp_mesh):
     with pytest.raises(KernelError) as caught:
         project(layer, X)
     assert str(caught.value) == (
-        "[T208] a kernel takes arrays, and argument 'layer' holds NNX objects\n"
+        "[T208] a kernel is for arrays, and 'layer' holds NNX objects\n"
         "  got: a Linear\n"
         "  fix: pass its arrays: layer.kernel[...]\n"
         "  docs: docs/errors/T208.md"

@@ -21,6 +21,7 @@ from tessera.compiler.trace.declared_layouts import (
 )
 from tessera.compiler.trace.write_back import MutationTracker, write_back
 from tessera.mesh import Mesh
+from tessera.object_arguments import split_result
 from tessera.tree import partition
 
 
@@ -63,16 +64,15 @@ def inline(
     args, kwargs = call.rebuilt(laid_out)
     names = [argument.name for argument in call.arguments]
     watch = MutationTracker([*args, *kwargs.values()], names)
-    result = function(*args, **kwargs)
+    result, restore = split_result(function(*args, **kwargs))
     write_back(*watch.changes(), given)
     binding.check_result(result)
     names = binding.result_dim_names(result)
     results, skeleton = partition(result, is_number)
     avals = [jax.typeof(result) for result in results]
     values = output_values(options, skeleton, avals, mesh, names)
-    return skeleton.combine(
-        _constrained(results, [value.spec for value in values], mesh)
-    )
+    laid_out = _constrained(results, [value.spec for value in values], mesh)
+    return restore(skeleton.combine(laid_out))
 
 
 def _constrained(

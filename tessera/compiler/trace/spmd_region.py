@@ -26,7 +26,7 @@ from tessera.compiler.trace.declared_layouts import is_number
 from tessera.compiler.trace.strategies import Strategy
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.object_arguments import holds_objects
+from tessera.object_arguments import holds_objects, split_result
 from tessera.ops.operand_layouts import region_mesh
 from tessera.per_device_checks import check_region
 from tessera.shard import ARRAYS, ShardSpec, is_tensor
@@ -215,7 +215,7 @@ class _Region:
             here.restore(before)
         skeleton, splits = found
         arrays = self._mapped(on_blocks, self._specs(splits))(*operands)
-        return skeleton.combine(map(_together, splits, arrays))
+        return self._restore(skeleton.combine(map(_together, splits, arrays)))
 
     def _mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
         """The function under ``shard_map``; a nested one is over the remaining axes."""
@@ -241,6 +241,7 @@ class _Region:
         arguments = jax.tree.unflatten(self._tree, filled)
         call = inspect.BoundArguments(self._signature, arguments)
         result = scope.resolve_callee(self._body)(*call.args, **call.kwargs)
+        result, self._restore = split_result(result)
         self._refuse_writes(arguments, filled)
         found, skeleton = partition(result, is_number, is_leaf=is_tensor)
         arrays = list(map(jnp.asarray, found))

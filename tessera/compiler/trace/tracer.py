@@ -51,7 +51,7 @@ from tessera.errors import (
     ParameterNameError,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.object_arguments import check_references
+from tessera.object_arguments import check_references, split_result
 from tessera.shard import DistTensor
 from tessera.tree import Skeleton, partition
 
@@ -68,6 +68,7 @@ class Trace:
       parameters: The step's parameters, one for each parameter input, by name.
       donated: Arguments whose memory the outputs may take over.
       result: The function's result without its arrays.
+      restore: Puts objects that the function created in the place of their arrays.
       writes: What is written back to the caller's arguments; outputs after the result.
     """
 
@@ -75,6 +76,7 @@ class Trace:
     parameters: dict[str, DistTensor]
     donated: frozenset[str]
     result: Skeleton
+    restore: Callable[[Any], Any]
     writes: tuple[Write, ...] = ()
 
     @property
@@ -84,7 +86,7 @@ class Trace:
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The function's result from the program's outputs."""
-        return self.result.combine(arrays)
+        return self.restore(self.result.combine(arrays))
 
     def written(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The program's outputs for ``writes``."""
@@ -203,6 +205,7 @@ class _Tracing:
             parameters=here.declared,
             donated=options.donate,
             result=run.result,
+            restore=run.restore,
             writes=tuple(run.writes),
         )
 
@@ -295,6 +298,7 @@ class _TraceRun:
     scope: scope.Scope
     program: _jax.Program
     result: Skeleton
+    restore: Callable[[Any], Any]
     writes: list[Write]
 
 
@@ -307,7 +311,7 @@ def _run(
     donated: frozenset[str] = frozenset(),
 ) -> _TraceRun:
     mesh = here.mesh
-    run = _TraceRun(here, None, Skeleton(None, {}), [])
+    run = _TraceRun(here, None, Skeleton(None, {}), lambda result: result, [])
     names = [argument.name for argument in call.arguments]
 
     def flat(*arrays: Any) -> list[Any]:
@@ -325,7 +329,7 @@ def _run(
         watch = MutationTracker([*args, *kwargs.values()], names, donated)
         with casts.carried_autocast():
             result = scope.resolve_callee(function)(*args, **kwargs)
-        check_references(jax.tree.leaves(result), ())
+        result, run.restore = split_result(result)
         returned, run.result = partition(result, is_number)
         run.writes, written = watch.changes()
         skeletons = [run.result, *(write.skeleton for write in run.writes)]

@@ -6,7 +6,7 @@ outputs of the program after those of its result, and after the call they are as
 in the caller's own dicts and lists. A call that fails changes nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 from tessera.compiler.ir import Value
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import WriteBackError
+from tessera.object_arguments import split_result
 from tessera.tree import Skeleton, partition, path_name
 
 Path = tuple[Any, ...]
@@ -31,6 +32,7 @@ class Write:
       entries: The keys that were assigned.
       keys: All keys after the call.
       skeleton: The values, a tuple, without their arrays.
+      restore: Puts objects that the function created in the place of their arrays.
     """
 
     argument: int
@@ -39,10 +41,12 @@ class Write:
     entries: tuple[Any, ...]
     keys: tuple[Any, ...]
     skeleton: Skeleton
+    restore: Callable[[Any], Any]
 
     def values(self, arrays: Sequence[Any]) -> dict[Any, Any]:
         """The values of the entries, from its outputs."""
-        return dict(zip(self.entries, self.skeleton.combine(arrays), strict=True))
+        values = self.restore(self.skeleton.combine(arrays))
+        return dict(zip(self.entries, values, strict=True))
 
     def names(self) -> list[str]:
         """What each of its outputs is called: ``optimizer_state/loss_scale``."""
@@ -120,10 +124,11 @@ class MutationTracker:
                 continue
             assert entries is not None, "what was changed has entries, or lost some"
             now = dict(_content(holder))
-            found, skeleton = partition(tuple(now[key] for key in entries), _is_array)
+            assigned, restore = split_result(tuple(now[key] for key in entries))
+            found, skeleton = partition(assigned, _is_array)
             arrays += found
             keys = tuple(entries), tuple(now)
-            writes.append(Write(argument, path, name, *keys, skeleton))
+            writes.append(Write(argument, path, name, *keys, skeleton, restore))
         return writes, arrays
 
 
