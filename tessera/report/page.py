@@ -120,7 +120,7 @@ def _guarded(
     """
     try:
         return make(runs)
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except Exception as error:
         _log.debug("the section %r of the report", title, exc_info=error)
         reason = f"{type(error).__name__}: {error}"[:300]
         sentence = (

@@ -118,7 +118,7 @@ def _read_metrics(path: Path, problems: list[str]) -> dict[str, Series]:
                     raise ValueError
                 for name, value in values.items():
                     series.setdefault(name, {})[step] = float(value)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            except Exception:  # also a number of hundreds of digits
                 bad += 1
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")

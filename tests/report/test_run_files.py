@@ -87,3 +87,12 @@ def test_a_pipe_does_not_block_the_report(tmp_path):
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(OutputPathError, match=r"T504.*no run to report on"):
         read_run(tmp_path)
+
+
+def test_a_metric_of_400_digits_is_a_line_that_cannot_be_read(tmp_path):
+    digits = "9" * 400
+    lines = f'{{"step": 1, "loss": {digits}}}\n{{"step": 2, "loss": 1.0}}\n'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    run = read_run(tmp_path)
+    assert run.series["loss"] == {2: 1.0}
+    assert run.problems == ("metrics.jsonl: 1 lines that are cut or not numbers",)

@@ -265,6 +265,8 @@ def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
             raise not_utf8(value)
         if value is TOO_LONG:
             _refuse_length()
+        if isinstance(value, Exception):
+            raise UnusableRecordError("wrong type", f"it cannot be read: {value}")
     return values
 
 

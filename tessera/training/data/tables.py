@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tessera.errors import DataFormatError
+from tessera.errors import DataFormatError, TesseraError
 from tessera.training.data.extras import import_extra
 from tessera.training.data.parquet_pages import page_sizes
 
@@ -70,6 +70,7 @@ def read_columns(
 
     Of the columns but the first, those that do not exist are left out. A value that is
     not UTF-8 is the ``UnicodeDecodeError``, one of more than ``most_bytes`` TOO_LONG.
+    One that Python cannot have, a date in the year 10,000, is another exception.
 
     Raises:
       KeyError: There is no such first column; has the names of the others.
@@ -95,13 +96,13 @@ def _values(column: Any, most_bytes: int) -> Iterator[Any]:
         if not is_large:
             yield from column.to_pylist()
             return
-    except UnicodeDecodeError:
+    except Exception:
         pass
     for row, scalar in enumerate(column):
         try:
             is_refused = is_large and _size(column, row, scalar) > most_bytes
             yield TOO_LONG if is_refused else scalar.as_py()
-        except UnicodeDecodeError as error:
+        except Exception as error:
             yield error
 
 
@@ -170,10 +171,12 @@ def _check_pages(path: Path, group: Any, columns: Sequence[str]) -> int:
 def _arrow_batches(
     path: Path, keys: Sequence[str], begin: int
 ) -> Iterator[tuple[int, list[str], Any]]:
-    del keys, begin  # a stream is read from its beginning, with all columns
+    del begin  # a stream is read from its beginning, with all columns
     row = 0
     with _arrow(path) as batches:
         for whole in batches:
+            for key in set(keys) & {*whole.schema.names}:
+                _check_offsets(whole.column(key))
             for start in range(0, len(whole), _BATCH_ROWS):
                 batch = whole.slice(start, _BATCH_ROWS)
                 yield row, whole.schema.names, batch
@@ -208,8 +211,38 @@ def _arrow(path: Path) -> Iterator[Iterator[Any]]:
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
     try:
         yield
-    except arrow.ArrowInvalid as error:
+    except (OSError, TesseraError):
+        raise
+    # Those of pyarrow, and what its parts of Python raise for values in the file.
+    except Exception as error:
         raise OSError(str(error)) from error
+
+
+def _check_offsets(column: Any) -> None:
+    """Raise ``ArrowInvalid`` if values of a column lie outside of its buffers.
+
+    pyarrow maps Arrow files as they are: it would read other memory, and crash. Text is
+    checked as bytes, because one value that is not UTF-8 is one bad record.
+    """
+    column.validate()
+    column.view(_as_bytes(column.type)).validate(full=True)
+
+
+def _as_bytes(kind: Any) -> Any:
+    """An Arrow type with bytes in the place of text."""
+    pyarrow = import_extra("pyarrow", "an Arrow file", "data", DataFormatError)
+
+    types = pyarrow.types
+    if types.is_string(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if types.is_struct(kind):
+        return pyarrow.struct([one.with_type(_as_bytes(one.type)) for one in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        item = kind.value_field.with_type(_as_bytes(kind.value_type))
+        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return make(item)
+    return kind

@@ -6,7 +6,9 @@ one of their files is used. Nothing is ever downloaded.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import TokenizerError, did_you_mean
+from tessera.errors import TesseraError, TokenizerError, did_you_mean
 from tessera.regular_files import check_regular
 from tessera.training.data.extras import import_extra
 from tessera.training.data.tokenizer_folder import (
@@ -113,10 +115,12 @@ class JsonTokenizer:
         library = import_extra("tokenizers", path.name, "tokenizers", TokenizerError)
         self._path = path
         self.folder = read_folder(path)
-        try:
-            self._tokenizer: Any = library.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise _unreadable(path, "tokenizers", error) from error
+        with _coded(partial(_unreadable, path, "tokenizers")):
+            self._load(library)
+
+    def _load(self, library: ModuleType) -> None:
+        path = self._path
+        self._tokenizer: Any = library.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # The special tokens that the file puts before a text.
@@ -186,14 +190,15 @@ class JsonTokenizer:
         return {one.content: number for number, one in added.items() if one.special}
 
     def _call(self, encode: Callable[..., Any], text: str | list[str]) -> Any:
-        try:
+        with _coded(self._no_ids):
             return encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(
-                f"the tokenizer {str(self._path)!r} has no ids for this text",
-                got=" ".join(str(error).split()),
-                fix="add an unknown token to its vocabulary, or use another tokenizer",
-            ) from error
+
+    def _no_ids(self, error: BaseException) -> TokenizerError:
+        return TokenizerError(
+            f"the tokenizer {str(self._path)!r} has no ids for this text",
+            got=" ".join(str(error).split()),
+            fix="add an unknown token to its vocabulary, or use another tokenizer",
+        )
 
     def token(self, number: int) -> str:
         """The token's name."""
@@ -201,7 +206,9 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without special tokens."""
-        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+        numbers = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        with _coded(partial(_unreadable, self._path, "tokenizers")):
+            return self._tokenizer.decode(numbers)
 
 
 class SentencePieceTokenizer:
@@ -212,11 +219,9 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path) -> None:
         library = import_extra("sentencepiece", path.name, "tokenizers", TokenizerError)
         self._processor: Any = library.SentencePieceProcessor()
-        try:
+        with _coded(partial(_unreadable, path, "sentencepiece")):
             # From memory: if given a file name, the library prints errors itself.
             self._processor.LoadFromSerializedProto(path.read_bytes())
-        except (OSError, RuntimeError) as error:
-            raise _unreadable(path, "sentencepiece", error) from error
         self.vocab_size: int = self._processor.get_piece_size()
         ends = (self._processor.bos_id(), self._processor.eos_id())
         self.separator: int | None = next((i for i in ends if i >= 0), None)
@@ -332,7 +337,18 @@ def _as_ids(numbers: list[int]) -> Ids:
     return ids if ids.size and ids.max() >= 2**31 else ids.astype(np.int32)
 
 
-def _unreadable(path: Path, library: str, error: Exception) -> TokenizerError:
+@contextmanager
+def _coded(make: Callable[[BaseException], TokenizerError]) -> Iterator[None]:
+    """Turn whatever a library raises into a coded error."""
+    try:
+        yield
+    except (TesseraError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        raise make(error) from error
+
+
+def _unreadable(path: Path, library: str, error: BaseException) -> TokenizerError:
     return TokenizerError(
         f"the library {library!r} cannot read {str(path)!r}",
         got=" ".join(str(error).split()) or type(error).__name__,

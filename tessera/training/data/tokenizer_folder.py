@@ -18,6 +18,7 @@ from tessera.regular_files import check_regular
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
 TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
+_MOST_BYTES: Final = 2**26
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model")
 _SPECIAL_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -72,7 +73,7 @@ def read_folder(file: Path) -> TokenizerFolder:
         added_tokens = {int(number): dict(one) for number, one in added.items()}
         if not isinstance(template or "", str) or not isinstance(tool_template, str):
             raise ValueError("chat_template is not text")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except Exception as error:  # there is any JSON in place of what is expected
         raise TokenizerError(
             f"the settings of the tokenizer {str(file)!r} cannot be read",
             got=f"{path}: {getattr(error, 'strerror', None) or error}",
@@ -95,6 +96,8 @@ def _content(path: Path) -> str:
     if not path.exists():
         return ""
     check_regular(path)
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{size:,} bytes, of {_MOST_BYTES:,}")
     return path.read_text(encoding="utf-8")
 
 

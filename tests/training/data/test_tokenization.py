@@ -236,3 +236,47 @@ def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path):
         "save_pretrained\n"
         "  docs: docs/errors/T605.md"
     )
+
+
+class PanicException(BaseException):
+    """What Rust's panics become; no ``Exception``."""
+
+
+def panic(*arguments: object, **more: object) -> None:
+    raise PanicException("index out of bounds")
+
+
+def test_a_panic_of_the_library_is_a_coded_error(json_file, monkeypatch):
+    tokenizer = load_tokenizer(str(json_file))
+    tokenizer._tokenizer = type("Tokenizer", (), {"encode_batch_fast": panic})()
+    with pytest.raises(TokenizerError, match="has no ids for this text"):
+        tokenizer.encode("a")
+    library = type("tokenizers", (), {"Tokenizer": type("T", (), {"from_file": panic})})
+    monkeypatch.setitem(sys.modules, "tokenizers", library)
+    with pytest.raises(TokenizerError, match="index out of bounds"):
+        load_tokenizer(str(json_file))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "[]",
+        "5",
+        "[" * 5000,
+        '{"bos_token": {}}',
+        '{"bos_token": 5}',
+        '{"added_tokens_decoder": [1]}',
+        '{"added_tokens_decoder": {"x": {}}}',
+        '{"added_tokens_decoder": {"5": {}}}',
+        '{"added_tokens_decoder": {"5": {"content": 5}}}',
+        '{"added_tokens_decoder": {"5": {"content": "a", "special": null}}}',
+        '{"added_tokens_decoder": {"99999999999": {"content": "\\ud800"}}}',
+        '{"chat_template": {"a": 1}}',
+        '{"chat_template": [1]}',
+    ],
+)
+def test_odd_settings_of_a_tokenizer_are_refused(json_file, settings, tmp_path):
+    shutil.copy(json_file, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(TokenizerError, match="T605"):
+        load_tokenizer(str(tmp_path))

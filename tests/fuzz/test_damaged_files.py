@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged files of others: a coded error within 10 s and 500 MB, or what they hold."""
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tessera.errors import TesseraError
+from tessera.models.safetensors import SafetensorsFile, write_file
+from tessera.report import page
+from tessera.targets.machine import machine
+from tessera.training.checkpoints.choose_checkpoint import changed_settings
+from tessera.training.data import DataConfig
+from tessera.training.data.bad_records import BadRecords
+from tessera.training.data.chat_template import Conversation, ConversationError
+from tessera.training.data.encoding import chat_template_of
+from tessera.training.data.records import read_records
+from tessera.training.data.tokenization import load_tokenizer
+from tessera.training.data.units import Unit, divide
+from tests.fuzz.damage import Draw, damaged_bytes, damaged_json
+from tests.report.run_folders import make_run
+from tests.training.data import conftest
+from tests.training.data.chat_folders import TEMPLATES, turns, write_folder
+
+ROOT = Path(__file__).parents[2]
+model_file = conftest.model_file
+Damage = Callable[[Draw, bytes], bytes]
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """What happens within ten CPU seconds and 500 MB, and raises coded errors alone."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    shown = ""
+    try:
+        yield
+    except TesseraError as error:
+        shown = str(error)
+    assert "\x1b" not in shown
+    assert time.process_time() - start < 10
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    assert grown < 500 * 1024
+
+
+def damage_one(draw: Draw, folder: Path, names: dict[str, Damage]) -> None:
+    """Damage one or two of the files."""
+    for name in draw.sample([*names], draw.randint(1, min(2, len(names)))):
+        path = folder / name
+        path.write_bytes(names[name](draw, path.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("chat"), "qwen", marked=True)
+
+
+def draw_tokenizer(draw: Draw) -> bytes:
+    """A tokenizer of another kind than ``write_folder`` makes."""
+    library = pytest.importorskip("tokenizers")
+    models, normalizers = library.models, library.normalizers
+    pre, decoders = library.pre_tokenizers, library.decoders
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    kinds = [
+        models.Unigram([("<unk>", 0.0), *((x, -1.0) for x in letters)], 0),
+        models.Unigram([("a", -1.0)], byte_fallback=True),
+        models.WordPiece({"[UNK]": 0, "he": 1, "##llo": 2}, unk_token="[UNK]"),
+        models.WordLevel({"hello": 0, "<unk>": 1}, unk_token="<unk>"),
+    ]
+    tokenizer = library.Tokenizer(draw.choice(kinds))
+    replace = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), replace])
+    tokenizer.pre_tokenizer = draw.choice(
+        [pre.Metaspace(), pre.Whitespace(), pre.Split("l", "isolated"), pre.Digits()]
+    )
+    tokenizer.decoder = draw.choice(
+        [decoders.Metaspace(), decoders.WordPiece(), decoders.ByteFallback()]
+    )
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<|im_start|>"])
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    return tokenizer.to_str().encode()
+
+
+def use_tokenizer(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.vocab_size >= 0
+    for text in ("hello all", "é😀\n<|im_end|>", ""):
+        ids = tokenizer.encode(text)
+        assert ids.size == 0 or ids.max() < tokenizer.vocab_size
+        tokenizer.decode(ids)
+        assert len([tokenizer.token(int(number)) for number in ids]) == ids.size
+
+
+@pytest.mark.fuzz(sample=50, whole=3000)
+def test_a_damaged_tokenizer(seed, tokenizer_folder, tmp_path):
+    draw, folder = Draw(seed), shutil.copytree(tokenizer_folder, tmp_path / "a")
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if draw.random() < 0.6:
+        (folder / names[0]).write_bytes(draw_tokenizer(draw))
+    if draw.random() < 0.5:
+        values = json.loads((folder / names[1]).read_bytes())
+        added = {"0": {"content": "a", "special": True}, "1": {"content": "<bos>"}}
+        values["added_tokens_decoder"] = added
+        values["chat_template"] = [{"name": "default", "template": "{{ messages }}"}]
+        (folder / names[1]).write_text(json.dumps(values))
+    damage_one(draw, folder, dict.fromkeys(names, damaged_json))
+    with bounded():
+        use_tokenizer(folder)
+
+
+@pytest.mark.fuzz(sample=20, whole=2000)
+def test_a_damaged_sentencepiece_model(seed, model_file, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(damaged_bytes(Draw(seed), model_file.read_bytes()))
+    with bounded():
+        use_tokenizer(path)
+
+
+@pytest.mark.fuzz(sample=5, whole=500)
+@pytest.mark.slow(reason="templates have processes of their own")
+def test_a_damaged_template(seed, tokenizer_folder, tmp_path):
+    draw, folder = Draw(seed), shutil.copytree(tokenizer_folder, tmp_path / "a")
+    content = TEMPLATES[draw.choice([*TEMPLATES])].encode()
+    damaged = damaged_bytes(draw, content).decode(errors="replace")
+    (folder / "chat_template.jinja").write_text(damaged)
+    with bounded():
+        _, template = chat_template_of(load_tokenizer(str(folder)), str(folder))
+        for messages in (turns("hi", "hello"), turns("hi", "a", "b", system="Be well")):
+            try:
+                text, answers = template.render_answers(Conversation(messages))
+            except ConversationError:
+                continue
+            assert all(0 <= a.begin < a.end <= len(text) for a in answers)
+
+
+@pytest.mark.fuzz(sample=20, whole=2000)
+def test_damaged_yaml(seed, tmp_path):
+    draw, path = Draw(seed), tmp_path / "mine.yaml"
+    content = (ROOT / "configs/target/h100.yaml").read_bytes()
+    content = damaged_bytes(draw, content)
+    aliases = draw.choice([b"", b"a: &a [*a]\n", b"a: &a {x: *a}\n", b"<<: *a\n"])
+    path.write_bytes(aliases + content)
+    with bounded():
+        assert machine(str(path)).memory_bytes
+    with bounded():
+        [*changed_settings(path.read_text(errors="replace"), "a: 1")]
+
+
+@pytest.mark.fuzz(sample=50, whole=5000)
+def test_a_damaged_safetensors_file(seed, tmp_path):
+    draw, path = Draw(seed), tmp_path / "model.safetensors"
+    arrays = {
+        "a.b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "c": np.ones(3, "u1"),
+    }
+    layouts = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    write_file(path, layouts, arrays.__getitem__, {"format": "pt"})
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    if draw.random() < 0.5:
+        header = damaged_json(draw, content[8 : 8 + size])
+        content = len(header).to_bytes(8, "little") + header + content[8 + size :]
+    else:
+        content = damaged_bytes(draw, content)
+    path.write_bytes(content)
+    with bounded():
+        file = SafetensorsFile(path)
+        for name, (dtype, shape) in file.arrays.items():
+            if dtype in ("F32", "U8"):
+                assert file.view(name).shape == shape
+
+
+@pytest.mark.fuzz(sample=30, whole=3000)
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_damaged_table(seed, kind, tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    draw, path = Draw(seed), tmp_path / f"a.{kind}"
+    key, columns = "text", {"text": [f"text {i}" for i in range(60)]}
+    if draw.random() < 0.5:
+        key, columns = "messages", {"messages": [turns("hi", "hello")] * 60}
+    table = arrow.table(columns)
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=draw.choice([20, 60]))
+    else:
+        with arrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=20)
+    path.write_bytes(damaged_bytes(draw, path.read_bytes()))
+    config = DataConfig(messages_key="messages" if key == "messages" else None)
+    with bounded():
+        unit = Unit(path.name, path, kind)
+        for part in divide(unit, draw.choice([100, 10**6])):
+            [*read_records(part, config, BadRecords(draw.choice([0, 100])))]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+def damaged_lines(draw: Draw, content: bytes) -> bytes:
+    lines = content.splitlines(keepends=True)
+    for number in draw.sample(range(len(lines)), min(len(lines), draw.randint(1, 3))):
+        lines[number] = damaged_json(draw, lines[number]) + b"\n"
+    return b"".join(lines)
+
+
+@pytest.mark.slow(reason="every page is drawn whole")
+@pytest.mark.fuzz(sample=10, whole=1000)
+def test_a_report_of_damaged_files(seed, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    draw, folder = Draw(seed), shutil.copytree(run_folder, tmp_path / "run")
+    names = {
+        **dict.fromkeys(("metrics.jsonl", "events.jsonl"), damaged_lines),
+        **dict.fromkeys(("program.json", "timeline.json"), damaged_json),
+        "config.yaml": damaged_bytes,
+    }
+    damage_one(draw, folder, names)
+    with bounded():
+        page.write_report([folder], tmp_path / "report.html")
+        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert text.endswith("</html>\n")
+        assert "\x1b" not in text
