@@ -24,6 +24,11 @@ RULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         # The width of the embedding table, which the first and last pipeline stages
         # use: all stages store a shard of it, gathered once a step.
         "table": ("fsdp", "pp"),
+        # Where tp does not divide the vocabulary, it splits the width of what is stored
+        # (wide_table). A step pads the table to such words, without words to columns.
+        "wide_table": ("fsdp", "tp"),
+        "words": ("tp",),
+        "columns": ("fsdp", "pp"),
         "heads": ("tp",),
         "kv_heads": ("tp",),
         "mlp": ("tp",),

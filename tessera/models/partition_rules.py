@@ -23,7 +23,9 @@ from tessera.ops.attention.zigzag import Arrangement
 from tessera.shard import ShardSpec
 
 # The rule for a dim that is in ``Placement.whole``.
-_FALLBACK: Final = MappingProxyType({"sequence": "context", "table": "embed"})
+_FALLBACK: Final = MappingProxyType(
+    {"sequence": "context", "table": "embed", "columns": "embed"}
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Placement:
     Attributes:
       mesh: The mesh of the model; None leaves every layout to XLA.
       whole: Logical dims that are not sharded although a rule would; ``sequence`` then
-        follows the rule of ``context``, ``table`` that of ``embed``.
+        follows the rule of ``context``, ``table`` that of ``embed``. With ``vocab``,
+        ``table`` has the rule of ``wide_table``, unless that is here, too.
       vmapped_axes: Mesh axes that shard nothing, because a ``jax.vmap`` runs over them.
       context_parallel: The attention over sequences that ``cp`` shards: ``ring`` or
         ``all_to_all``.
@@ -65,6 +68,8 @@ class Placement:
                 f"there is no rule for a dim called {name!r}",
                 fix=did_you_mean(name, RULES),
             )
+        if name == "table" and {"vocab", "wide_table"} & self.whole == {"vocab"}:
+            name = "wide_table"
         if name in self.whole:
             name = _FALLBACK.get(name, name)
         if self.mesh is None or name in self.whole:

@@ -39,6 +39,8 @@ class Terms:
       z_loss: Weight of the squared log of the softmax's denominator.
       soft_cap: Logits x become ``soft_cap * tanh(x / soft_cap)``; None leaves them.
       vocab_dim: The dim of the weight that is the vocabulary.
+      words: Rows of the vocabulary; the weight may have more, as padding, which have no
+        probability and no gradient. None is all.
       gradient_scale: Factor of the logits' gradients before they are rounded to the
         dtype of the operands; sums of them are divided by it. A power of two.
     """
@@ -48,6 +50,7 @@ class Terms:
     z_loss: float = 0.0
     soft_cap: float | None = None
     vocab_dim: int = 0
+    words: int | None = None
     gradient_scale: float = 1.0
 
 
@@ -248,12 +251,15 @@ def _losses_of_chunk(
     if terms.soft_cap is not None:
         capped = jnp.tanh(logits / terms.soft_cap)
         logits = capped * terms.soft_cap
-    highest, first = logits.max(axis=-1), 0
     columns = logits.shape[-1]
-    vocabulary = columns * prod(lax.axis_size(axis) for axis in axes)
-    if axes:
-        highest = lax.pmax(highest, axes)
-        first = lax.axis_index(axes) * columns
+    first = lax.axis_index(axes) * columns if axes else 0
+    padded = columns * prod(lax.axis_size(axis) for axis in axes)
+    vocabulary = padded if terms.words is None else terms.words
+    if vocabulary < padded:
+        assert not terms.label_smoothing, "it would be spread over the padding, too"
+        logits = _without_padding(logits, first, vocabulary)
+    highest = logits.max(axis=-1)
+    highest = lax.pmax(highest, axes) if axes else highest
     # Relative to the largest, so that rounding is that of the loss.
     scores = logits - highest[:, None]
     exponentials = jnp.exp(scores)
@@ -291,6 +297,12 @@ def _losses_of_chunk(
     if capped is not None:
         gradient = gradient * (1.0 - capped * capped)
     return losses, gradient
+
+
+def _without_padding(logits: Array, first: Array | int, words: int) -> Array:
+    """Logits of the words from ``first`` on; -inf where there are no such words."""
+    index = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.where(index < words, logits, -jnp.inf)
 
 
 def _over_chunks(call: Call, function: Any, carry: Any, tokens: Operands) -> Any:

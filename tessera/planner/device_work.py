@@ -22,6 +22,8 @@ from tessera.targets.machine import Machine
 
 # The other axes that shard parameters have them gathered before they are used.
 _SPLITS_MATMULS: Final = "tp"
+# What a step computes with, where tp does not divide the vocabulary.
+_PADDED: Final = {"vocab": "words", "table": "columns"}
 # Sizes are computed in multiples of a tile of the matmul units.
 _TILE: Final = {"cpu": 1, "gpu": 64, "tpu": 128}
 _F32: Final = 4
@@ -100,7 +102,7 @@ class DeviceWork:
 
     def _split(self, names: tuple[str | None, ...]) -> int:
         """Shards of a matmul's dims, by their logical names."""
-        axes = self.axes(names)
+        axes = self.axes(tuple(_PADDED.get(name or "", name) for name in names))
         return math.prod(self._sizes[axis] for axis in axes if axis in _SPLITS_MATMULS)
 
     def _scalars(self, parameter: Parameter, *, without: tuple[str, ...] = ()) -> float:

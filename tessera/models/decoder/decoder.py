@@ -237,15 +237,25 @@ class Decoder(nnx.Module):
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq vocab"]:
         """Logits of every token, float32."""
+        logits, words = self._padded_logits(hidden, place), self.config.vocab_size
+        if logits.shape[-1] == words:
+            return logits
+        return place.constrain(logits[..., :words], "batch", "context", "vocab")
+
+    def _padded_logits(self, hidden: Array, place: Placement) -> Array:
+        """Logits of all rows of the padded head; those of padding are -inf."""
         with jax.named_scope("logits"):
+            head = padded_table(place.cast(self._head, "vocab", "table"), place)
             scores = jnp.einsum(
-                "bsd,vd->bsv",
-                hidden,
-                place.cast(self._head, "vocab", "table"),
-                preferred_element_type=jnp.float32,
+                "bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32
             )
             scores = soft_capped(scores, self.config.logit_soft_cap)
-            return place.constrain(scores, "batch", "context", "vocab")
+            scores = place.constrain(scores, "batch", "context", "words")
+            words = self.config.vocab_size
+            if scores.shape[-1] == words:
+                return scores
+            index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+            return jnp.where(index < words, scores, -jnp.inf)
 
     def loss(
         self,
@@ -267,21 +277,24 @@ class Decoder(nnx.Module):
           place: The mesh and layout of the model.
         """
         if chunk == "none":
-            logits = self.logits(hidden, place=place)
             return cross_entropy(
-                logits, targets, ignore_index=ignore_index, reduction="sum"
+                self._padded_logits(hidden, place),
+                targets,
+                ignore_index=ignore_index,
+                reduction="sum",
             )
-        split = None
+        split, head = None, padded_table(self._head, place)
         if place.mesh is not None:
             tokens = place.resolve(GATHERED[:2], targets.shape, "targets")
-            stored = place.resolve(("vocab", "table"), self._head.shape, "head")
+            stored = place.resolve(("words", "columns"), head.shape, "head")
             # A narrow head has been cast before, to be reduced in that dtype.
-            sums = self._head.dtype.name
-            split = Split(place.mesh, tokens, place.axes("vocab"), stored, sums)
+            sums = head.dtype.name
+            split = Split(place.mesh, tokens, place.axes("words"), stored, sums)
+        words, cap = self.config.vocab_size, self.config.logit_soft_cap
         with jax.named_scope("logits"):
             return fused_loss(
-                Terms(ignore_index, soft_cap=self.config.logit_soft_cap),
-                Head(self._head),
+                Terms(ignore_index, soft_cap=cap, words=words),
+                Head(head),
                 hidden,
                 targets,
                 split,
@@ -301,12 +314,33 @@ def _rows_of(
     """The rows of the embedding table, as they are stored or in a narrower dtype."""
     if narrow:
         table = place.cast(table, "vocab", "table")
-    split = place.resolve(GATHERED[:2], tokens.shape, "tokens")
-    rows, columns, mesh = place.axes("vocab"), place.axes("table"), place.mesh
+    split, words = place.resolve(GATHERED[:2], tokens.shape, "tokens"), len(table)
+    rows, columns, mesh = place.axes("words"), place.axes("columns"), place.mesh
     if place.vmapped_axes - set(manual_axes()):
         # JAX has no regions inside of a vmap over axes of their mesh (JAX 0.10.2).
         table, columns, mesh = place.constrain(table, "vocab", None), (), None
+    elif len(padded := padded_table(table, place)) > words:
+        # A row of padding is none of the table.
+        table, tokens = padded, jnp.where(tokens < words, tokens, len(padded))
     return look_up(table, tokens, mesh=mesh, rows=rows, columns=columns, split=split)
+
+
+def padded_table(table: Array, place: Placement) -> Array:
+    """A table ``[V, D]`` with rows of zeros, as many as the devices of ``tp`` share.
+
+    It is stored without them: they have no optimizer state, no gradient reaches them,
+    and checkpoints and exports know nothing of the mesh. Devices exchange their columns
+    for rows. Megatron and MaxText store the padding.
+    """
+    padding = -len(table) % place.size("words")
+    if not padding:
+        return table
+    with jax.named_scope("pad_vocabulary"):
+        # The layout on both sides says which exchange follows, and its transpose.
+        table = place.constrain(table, "vocab", "table")
+        table = jnp.pad(table, ((0, padding), (0, 0)))
+        table = place.constrain(table, "vocab", "table")
+        return place.constrain(table, "words", "columns")
 
 
 def _are_global(

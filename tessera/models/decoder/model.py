@@ -159,6 +159,15 @@ class DecoderModel(StagedModel):
                 "projections are replicated over 'tp', and each device uses the one "
                 f"head that its {config.num_heads // tp} query head(s) attend with"
             )
+        if "vocab" in place.whole:
+            columns = (
+                "replicated" if "wide_table" in place.whole else "split by columns"
+            )
+            notes.append(
+                f"vocab_size {config.vocab_size:,} is no multiple of tp {tp}: a step "
+                f"pads its tables by {-config.vocab_size % tp} rows, which have no "
+                f"probability; they are stored without them, {columns} over 'tp'"
+            )
         if "table" in place.whole:
             notes.append(
                 f"the embedding table is replicated over 'pp', which does not divide "

@@ -22,7 +22,9 @@ def decoder_placement(
     """The placement of a decoder of these sizes on a mesh.
 
     With fewer key/value heads than ``tp``, each device keeps them all. If ``pp``
-    does not divide the width, each stage keeps the whole embedding table.
+    does not divide the width, each stage keeps the whole embedding table. If ``tp``
+    does not divide the vocabulary, it splits the width of the tables instead, but not
+    with ``pp``.
 
     Raises:
       HeadCountError: [T402] the heads cannot be divided over ``tp``, or over
@@ -38,7 +40,13 @@ def decoder_placement(
     if config.num_kv_heads % tp:
         whole |= {"kv_heads"}
     if config.d_model % place.size("table"):
-        whole |= {"table"}
+        whole |= {"table", "columns"}
+    if config.vocab_size % place.size("vocab"):
+        whole |= {"vocab"}
+        # The stages of a pipeline scatter the gradient of a whole width.
+        is_staged = mesh is not None and "pp" in mesh.axes
+        if is_staged or config.d_model % place.size("wide_table"):
+            whole |= {"wide_table"}
     return replace(place, whole=whole)
 
 
