@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import ClassVar
 
+from tessera.untrusted_text import printable
+
 
 class TesseraError(Exception):
     """A user error; the base class of every coded error.
@@ -33,17 +35,22 @@ class TesseraError(Exception):
             cls.__module__ = "tessera.errors"  # as users import it, and see it
 
     def __init__(self, what: str, *, got: str = "", fix: str = "") -> None:
-        self.what, self.got, self.fix = what, got, fix
-        lines = [f"[{self.code}] {what}"]
-        lines += [f"  got: {line}" for line in got.splitlines()]
-        lines += [f"  fix: {line}" for line in fix.splitlines()]
+        # Names of files, keys and tensors may have bytes that are not UTF-8, and escape
+        # sequences that a terminal would obey.
+        self.what = printable(what)
+        self.got, self.fix = (printable(text, keep="\n") for text in (got, fix))
+        lines = [f"[{self.code}] {self.what}"]
+        lines += [f"  got: {line}" for line in self.got.split("\n") if line]
+        lines += [f"  fix: {line}" for line in self.fix.split("\n") if line]
         lines += [f"  docs: docs/errors/{self.code}.md"]
-        # File names may contain bytes that are not UTF-8 and cannot be printed.
-        super().__init__("\n".join(lines).encode(errors="backslashreplace").decode())
+        super().__init__("\n".join(lines))
 
 
 class TesseraWarning(UserWarning):
     """Something legal that is probably unintended."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text, keep="\n"))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

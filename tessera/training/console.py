@@ -90,6 +90,8 @@ class Console:
             )
             kept.setFormatter(layout)
             self._handlers.append(kept)
+        for handler in self._handlers:
+            handler.addFilter(_escaped)
 
     def __enter__(self) -> "Console":
         self._before = log.level, log.propagate
@@ -147,7 +149,7 @@ class Console:
         text = f"validation after step {step}: loss {loss:.4f}"
         if by_source:
             text += f" ({', '.join(f'{n} {own:.4f}' for n, own in by_source.items())})"
-        self._show(text, Text(text, style="cyan"))
+        self._show(text, Text(printable(text), style="cyan"))
 
     def show_sample(self, prompt: str, continuation: str) -> None:
         """Show what the model continues a prompt with.
@@ -190,6 +192,12 @@ class Console:
             if self._on_terminal:
                 self._rich.print(rich)
             log.info("%s", plain, extra=_SHOWN)
+
+
+def _escaped(record: logging.LogRecord) -> bool:
+    """Escape what a terminal would obey: names of files and keys may be anybody's."""
+    record.msg, record.args = printable(record.getMessage(), keep="\n\t"), None
+    return True
 
 
 class Progress:
@@ -255,7 +263,7 @@ def _filled(table: Table, rows: Iterable[tuple[str, str]], style: str) -> Table:
     table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(printable(name)), Text(printable(value, keep="\n")))
     return table
 
 
