@@ -27,8 +27,10 @@ from tessera._jax_checks import check as check
 from tessera._jax_lines import hide_library_frames as hide_library_frames
 from tessera._jax_lines import is_library_code as is_library_code
 from tessera._jax_lines import source_line as source_line
+from tessera._jax_traces import NoGradientByClosure as NoGradientByClosure
 from tessera._jax_traces import all_gather_invariant as all_gather_invariant
 from tessera._jax_traces import inputs_read
+from tessera._jax_traces import is_of_ended_trace as is_of_ended_trace
 from tessera._jax_traces import partial_evaluation as partial_evaluation
 from tessera._jax_traces import replay as replay
 from tessera._jax_traces import varying_axes as varying_axes

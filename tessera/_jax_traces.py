@@ -87,6 +87,21 @@ def in_trace_of(value: Any) -> AbstractContextManager[Any]:
     return core.set_current_trace(value._trace)
 
 
+NoGradientByClosure: TypeAlias = ad.CustomVJPException
+"""JAX's error for a gradient by what a function with a derivative rule closes over."""
+
+
+def is_of_ended_trace(value: Any) -> bool:
+    """Whether a value was traced, and the trace has ended: it has no value any more."""
+    trace = value._trace if isinstance(value, core.Tracer) else None
+    if not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        return False
+    with core.take_current_trace() as current:
+        while current is not None and current is not trace:
+            current = getattr(current, "parent_trace", None)
+        return current is None
+
+
 def is_known_where(value: Any, home: Any) -> bool:
     """Whether the trace of ``home`` may read a value.
 

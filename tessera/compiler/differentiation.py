@@ -14,11 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from tessera import _jax
-from tessera._jax_closures import (
-    NoGradientByClosure,
-    closures_as_operands,
-    is_of_ended_trace,
-)
 from tessera.compiler import rewriting
 from tessera.compiler.cached_linearization import CachedLinearization
 from tessera.compiler.gradient_primitive import (
@@ -45,13 +40,13 @@ def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Pro
       UndifferentiableError: [T317] a loop of unknown length leads to a loss.
     """
     # One at a time, for a later loss may use a gradient.
-    with differentiating(), closures_as_operands(refuse_closure):
+    with differentiating():
         if not is_inner and rewriting.contains(program, _is_gradient):
             program = rewriting.rewrite(program, _closes_over, _fix_closures)
         while rewriting.contains(program, _is_gradient):
             program = _without_next_gradient(program, is_inner)
             if _holds_ended_traces(program):
-                refuse_closure(is_hidden=True)
+                refuse_closure()
     return program
 
 
@@ -70,7 +65,7 @@ def _fix_closures(
 
 def _holds_ended_traces(program: _jax.Program) -> bool:
     """Whether a rule put values of an ended trace, which it closes over, into it."""
-    return any(map(is_of_ended_trace, _jax.constants(program))) or any(
+    return any(map(_jax.is_of_ended_trace, _jax.constants(program))) or any(
         _holds_ended_traces(inner)
         for equation in _jax.equations(program)
         for _, inner in _jax.nested(equation)
@@ -221,7 +216,7 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
         )
         with _jax.line_context(plan.gradient):
             by_outer, by_inner = pull_back(jnp.ones_like(loss))
-    except NoGradientByClosure:
+    except _jax.NoGradientByClosure:
         refuse_closure()
     except ValueError as error:
         if _NO_BACKWARD not in str(error):

@@ -187,16 +187,14 @@ def unconnected_error(
     )
 
 
-def refuse_closure(*, is_hidden: bool = False) -> NoReturn:
+def refuse_closure() -> NoReturn:
     """Raise [T302] for a derivative rule that closes over a traced value.
 
-    Args:
-      is_hidden: Whether the trace could not see it; else a gradient is taken by it.
+    A pass has JAX trace the rule when the value is no more.
     """
-    what = "uses it after the trace" if is_hidden else "gives no gradient by it"
     raise OutsideTraceError(
         "a function with a derivative rule of its own closes over a traced value",
-        got=f"jax.custom_vjp or jax.custom_jvp, whose rule {what}",
+        got="jax.custom_vjp or jax.custom_jvp, and a gradient by it or by the value",
         fix="pass it to the function that has the rule, as an argument",
     )
 

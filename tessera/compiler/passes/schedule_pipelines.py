@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces each pipelined call by a loop over microbatches."""
 
-from tessera._jax_closures import NoGradientByClosure
+from tessera import _jax
 from tessera.compiler.gradient_primitive import refuse_closure
 from tessera.compiler.ir import Graph
 from tessera.compiler.pipelining.pipeline_primitive import has_pipeline
@@ -29,5 +29,5 @@ def schedule_pipelines(graph: Graph) -> Graph:
 
     try:
         return insert_pipeline_loops(graph)
-    except NoGradientByClosure:
+    except _jax.NoGradientByClosure:
         refuse_closure()
