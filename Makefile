@@ -74,7 +74,7 @@ SMOKE := $(addprefix tests/,annotations api/test_function.py api/test_function_m
   api/test_distribute.py api/test_pipeline.py api/test_training_step.py \
   api/test_value_and_grad.py api/test_objects_of_nnx.py compiler/lower \
   compiler/trace/test_tracer.py compiler/trace/test_spmd_region.py \
-  compiler/passes/test_differentiate_losses.py ops/attention/test_dispatch.py ops/test_kernel.py \
+  compiler/passes/test_differentiate_losses.py ops/attention/test_dispatch.py api/test_kernel.py \
   runtime/test_compile_cache.py runtime/test_devices.py targets/test_target.py \
   test_mesh.py test_primitive_properties.py test_scope.py test_shard.py \
   test_run_training.py training/checkpoints/test_resumed_runs.py)

@@ -7,7 +7,7 @@ from tessera import dist as distributed
 from tessera import graph as graph
 from tessera import mesh as mesh
 from tessera import nn as nn
-from tessera import ops as op
+from tessera import op as op
 from tessera.annotations import Tensor as Tensor
 from tessera.api import schedule as schedule
 from tessera.api.distribute import distribute as distribute

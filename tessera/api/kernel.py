@@ -24,6 +24,8 @@ from jax.sharding import Mesh as JaxMesh
 from tessera import _jax, scope
 from tessera._jax_workarounds import CorrectJit
 from tessera.annotations import bind_call
+from tessera.compiler.differentiation import differentiated
+from tessera.compiler.gradient_primitive import differentiating
 from tessera.errors import (
     ArgumentError,
     KernelError,
@@ -286,9 +288,12 @@ def _compiled(
     values: Sequence[Any],
 ) -> Callable[..., Any]:
     """A function of global arrays, compiled at its first call."""
-    tree, results = _results_of(body, mesh, mesh.jax, specs, values)
+    with differentiating():  # there may be gradients in the body
+        tree, results = _results_of(body, mesh, mesh.jax, specs, values)
+        mapped = _mapped(body, mesh.jax, specs, results)
+        program = jax.make_jaxpr(mapped)(*map(_jax.struct, map(jax.typeof, values)))
     shardings = tuple(NamedSharding(mesh.jax, spec) for spec in specs)
-    compiled = CorrectJit(_mapped(body, mesh.jax, specs, results))
+    compiled = CorrectJit(functools.partial(_jax.evaluate, differentiated(program)))
 
     def run(*arrays: Any) -> Any:
         blocks = [placed(a, s) for a, s in zip(arrays, shardings, strict=True)]

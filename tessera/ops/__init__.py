@@ -1,23 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on arrays, as ``from tessera import op``."""
-
-from tessera.ops.attention import (
-    context_attention,
-    flash_attention,
-    unzigzag,
-    zigzag,
-)
-from tessera.ops.fused_losses import fused_linear_cross_entropy
-from tessera.ops.kernel import kernel
-from tessera.ops.losses import cross_entropy
-from tessera.ops.matmul import matmul
-from tessera.ops.moe.moe_operation import moe
-from tessera.ops.transformer_block import transformer_block
-
-# fmt: off
-__all__ = [
-    "context_attention", "cross_entropy", "flash_attention",
-    "fused_linear_cross_entropy", "kernel", "matmul", "moe", "transformer_block",
-    "unzigzag", "zigzag",
-]
-# fmt: on
+"""Operations on arrays; users find them in ``ts.op``, ``ts.nn`` and ``ts.dist``."""

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tessera as ts
 from tessera import dist, scope
 from tessera import mesh as meshes
+from tessera.api.kernel import kernel
 from tessera.errors import (
     AbstractMeshError,
     ArgumentError,
@@ -14,9 +16,9 @@ from tessera.errors import (
     MeshConflictError,
     NoMeshError,
     ShardDivisibilityError,
+    UnconnectedGradientError,
 )
 from tessera.mesh import Mesh
-from tessera.ops.kernel import kernel
 from tessera.ops.matmul import matmul
 
 P = PartitionSpec
@@ -392,3 +394,21 @@ def test_an_abstract_mesh_is_traced_and_not_run():
     spec = dist.ShardSpec(("row",), ("dp",))
     x = dist.tensor((72, 4), spec, Mesh(["dp"], devices=range(72)))
     assert "T105" in message_of(AbstractMeshError, dp_step, x)
+
+
+def test_a_kernel_that_runs_at_once_may_take_gradients(dp_mesh):
+    @kernel
+    def mean_gradient(w, x):
+        own = dist.per_device(w, axis="dp")
+        loss = jnp.mean((x * own) ** 2)
+        return dist.all_reduce(ts.grad(loss, own), axis="dp", op="mean")
+
+    w, x = jnp.float32(3.0), numbers(16)
+    expected = jax.grad(lambda w: jnp.mean((x * w) ** 2))(w)
+    np.testing.assert_allclose(mean_gradient(w, on(dp_mesh, x, "dp")), expected)
+
+
+def test_a_loss_that_depends_on_no_weight_is_refused_there_too(dp_mesh):
+    slope = kernel(lambda w, x: ts.grad(jnp.sum(x), w))
+    with pytest.raises(UnconnectedGradientError, match="does not depend on"):
+        slope(jnp.float32(3.0), on(dp_mesh, numbers(16), "dp"))

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F821 - dims are strings, which ruff takes for names
 """Random keys and gradients by hand in code per device, beside one device.
 
 A body is a random chain of layers, noise and dropout, and what it returns: rows, their
@@ -8,6 +9,7 @@ gives what plain JAX gives for the whole arrays.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -144,6 +146,51 @@ def partial_of(gradient: Callable[..., Any], body: Body) -> Callable[..., Any]:
         return gradient(body, w, x, key, keys)
 
     return mean_gradient
+
+
+split = ts.distribute(strategy="tensor_parallel", mesh_axes=["tp"])
+# Of features that tp splits, where the rows' own are whole.
+HIDDEN: dict[str, Callable[..., Any]] = {
+    "activation": jnp.tanh,
+    "noise": lambda h: h + jax.random.normal(KEY, h.shape),
+    "dropout": lambda h: ts.nn.dropout(h, 0.5, key=KEY),
+    "noise of features": lambda h: h * jax.random.uniform(KEY, h.shape[1:]),
+    "one number": lambda h: h * jax.random.uniform(KEY),
+}
+WHOLE_ROWS = ("dense", "scale", "noise", "dropout", "captured", "one number")
+
+
+@pytest.mark.fuzz(sample=5, whole=70)
+def test_tensor_parallel_bodies_give_what_one_device_gives_or_are_refused(seed):
+    draw = Random(seed)
+    before = Body(tuple(draw.choices(WHOLE_ROWS, k=draw.randint(0, 2))))
+    after = Body(tuple(draw.choices(WHOLE_ROWS, k=draw.randint(0, 2))))
+    hidden = draw.choices([*HIDDEN], k=draw.randint(1, 2))
+
+    def on_features(x, up, down, square, reduce):
+        h = before.rows(square, x, KEY, None) @ up
+        for name in hidden:
+            h = HIDDEN[name](h)
+        return after.rows(square, reduce(h @ down), KEY, None)
+
+    @split
+    def body(
+        x: ts.Tensor["B", "D"],
+        up: ts.Tensor["D", "F"],
+        down: ts.Tensor["F", "D"],
+        square: ts.Tensor["D", "D"],
+    ) -> ts.Tensor["B", "D"]:
+        return on_features(x, up, down, square, partial(dist.all_reduce, axis="tp"))
+
+    wide = np.random.default_rng(seed).normal(size=(2, WIDTH, 8)).astype("f")
+    given = X, wide[0], wide[1].T, W
+    try:
+        with ts.Mesh(["tp"], devices=range(draw.choice([2, 4]))):
+            found = body(*given)
+    except REFUSED:
+        assert not set(hidden) <= {"activation", "one number"}, hidden
+        return
+    close(found, on_features(*given, lambda part: part), (before, hidden, after))
 
 
 @pytest.mark.fuzz(sample=5, whole=80)
