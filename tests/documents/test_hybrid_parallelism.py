@@ -111,6 +111,7 @@ def test_it_factors_72_devices_so_that_the_weight_divides(with_transformer):
 
 
 def test_it_compiles_for_72_devices_and_allocates_nothing(with_transformer):
+    before = jax.live_arrays()
     run(LARGE, with_transformer)
     batch = {
         "input": jax.ShapeDtypeStruct((36, 100_000), jnp.float32),
@@ -123,7 +124,8 @@ def test_it_compiles_for_72_devices_and_allocates_nothing(with_transformer):
         "pp",
         "dp",
     }
-    assert all(array.nbytes < 10**6 for array in jax.live_arrays())
+    made = [x for x in jax.live_arrays() if not any(x is each for each in before)]
+    assert all(array.nbytes < 10**6 for array in made)
 
 
 def test_it_is_recorded_and_shown():
