@@ -101,6 +101,31 @@ def _of_type(variable: Any) -> _Value:
     return _Value(_jax.varying_axes_of(variable.aval), is_data=True)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where an equation is.
+
+    Attributes:
+      call: The outermost call of a jitted function around it. JAX traces that once, so
+        lines inside are those of the first call.
+      in_backward: Whether it is in a backward pass.
+      in_loop: Whether it is in a loop.
+    """
+
+    call: _jax.Equation | None = None
+    in_backward: bool = False
+    in_loop: bool = False
+
+    def inside(self, equation: _jax.Equation) -> "_Place":
+        """The place of an equation, and of those in its nested programs."""
+        is_loop = equation.primitive.name in ("scan", "while")
+        return _Place(
+            self.call or (equation if _jax.is_jit(equation) else None),
+            self.in_backward or _jax.is_transposed(equation),
+            self.in_loop or is_loop,
+        )
+
+
 class _Checks:
     """Follows values through a program.
 
@@ -112,22 +137,9 @@ class _Checks:
         self._axes = frozenset(axes)
 
     def run(
-        self,
-        program: _jax.Program,
-        inputs: Sequence[_Value],
-        *,
-        backward: bool = False,
-        call: _jax.Equation | None = None,
+        self, program: _jax.Program, inputs: Sequence[_Value], around: _Place = _Place()
     ) -> list[_Value]:
-        """What is known of a program's outputs, of that of its inputs.
-
-        Args:
-          program: The program.
-          inputs: Of its inputs.
-          backward: Whether it is in a backward pass.
-          call: The outermost call of a jitted function that it is in. JAX traces that
-            once, so lines inside are those of the first call.
-        """
+        """What is known of a program's outputs, of that of its inputs."""
         known = dict(zip(_jax.inputs(program), inputs, strict=True))
         known.update((v, _of_type(v)) for v in _jax.constant_inputs(program))
 
@@ -137,28 +149,23 @@ class _Checks:
             ]
 
         for equation in _jax.equations(program):
-            is_backward = backward or _jax.is_transposed(equation)
-            place = call or (equation if _jax.is_jit(equation) else None)
-            run = partial(self.run, backward=is_backward, call=place)
+            place = around.inside(equation)
             operands = read(equation.invars)
-            results = _of_nested(equation, operands, run)
+            results = _of_nested(equation, operands, partial(self.run, around=place))
             if results is None:
-                line = _jax.source_line(call or equation)
-                results = self._results(equation, operands, line, is_backward)
+                results = self._results(equation, operands, place)
             known.update(zip(equation.outvars, results, strict=True))
         return read(_jax.outputs(program))
 
     def _results(
-        self,
-        equation: _jax.Equation,
-        operands: list[_Value],
-        line: str,
-        is_backward: bool,
+        self, equation: _jax.Equation, operands: list[_Value], place: _Place
     ) -> list[_Value]:
         name, params = equation.primitive.name, equation.params
+        line = _jax.source_line(place.call or equation)
         if name == "gradient":
             return _gradients(equation, operands)
         if name in _COLLECTIVES:
+            is_backward = place.in_backward
             return [self._sent(equation, each, line, is_backward) for each in operands]
         if not name.startswith("random_"):  # which derive keys from keys
             self._check_random(operands, line)
@@ -166,11 +173,12 @@ class _Checks:
         if name == "axis_index":
             result = replace(result, differs=_names(params["axis_name"]))
         results = [result] * len(equation.outvars)
-        number = _RANDOM.get(name)
-        # A number by itself is the same for each row, as it is on one device.
-        if number is not None and equation.outvars[number].aval.ndim:
+        if (number := _RANDOM.get(name)) is not None:
             shape = equation.outvars[number].aval.shape
-            results[number] = _Value(result.differs, drawn=f"{shape}{_at(line)}")
+            # A number by itself is for all rows, as it is on one device; in a loop it
+            # may be one for each row.
+            if shape or place.in_loop:
+                results[number] = _Value(result.differs, drawn=f"{shape}{_at(line)}")
         return results
 
     def _sent(

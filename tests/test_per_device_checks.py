@@ -177,6 +177,9 @@ REPEATED = {
     "in a loop": lambda k, x: lax.scan(
         lambda c, row: (c, row + normal(k, row.shape)), 0, x
     )[1],
+    "a number for each row": lambda k, x: lax.scan(
+        lambda k, row: (jax.random.split(k)[0], row * normal(k, ())), k, x
+    )[1],
     "a key folded with a loop's index": lambda k, x: lax.fori_loop(
         0, 2, lambda i, v: v + normal(jax.random.fold_in(k, i), v.shape), x
     ),

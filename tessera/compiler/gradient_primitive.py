@@ -29,7 +29,8 @@ from tessera.tree import nest, path_name
 gradient_p = _jax.Primitive("gradient")
 gradient_p.multiple_results = True
 
-# True while a pass has JAX trace users' derivative rules, which may take gradients.
+# True where gradients are recorded outside of a step: in users' derivative rules, which
+# a pass has JAX trace, and in a kernel that runs at once.
 _differentiating: ContextVar[bool] = ContextVar("tessera_gradient", default=False)
 
 
@@ -72,7 +73,7 @@ _jax_traces.register_batching(gradient_p, _batched)
 
 
 def differentiating() -> AbstractContextManager[None]:
-    """Let derivative rules that JAX traces in a pass take gradients too."""
+    """Record gradients that are taken outside of a step, for ``differentiated``."""
     return scope.holding(_differentiating, True)
 
 

@@ -161,14 +161,16 @@ def test_ranks_that_another_launcher_starts(start_ranks):
         assert "step 3: 2\n" in outcome.out
 
 
+def exported_variables(world_size):
+    """What a user exports on each machine, beside RANK."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {**address, "WORLD_SIZE": str(world_size)}
+
+
 @pytest.mark.slow(reason="it starts processes")
 def test_launchers_on_several_machines_start_one_run(start):
     """As by hand, with exported variables: the second begins with rank 2."""
-    exported = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "3",
-    }
+    exported = exported_variables(3)
     command = "-m", "tessera.launch", "--grace=5"
     machines = [
         start(
@@ -187,11 +189,7 @@ def test_launchers_on_several_machines_start_one_run(start):
 
 @pytest.mark.slow(reason="it starts processes")
 def test_a_rank_that_fails_ends_the_launchers_of_the_other_machines(start):
-    exported = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-    }
+    exported = exported_variables(2)
     machines = [
         start(
             *("-m", "tessera.launch", "--nprocs=1", "--grace=5", str(PROGRAM)),

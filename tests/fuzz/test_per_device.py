@@ -45,6 +45,9 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "of each row": lambda x, w, key, keys: (
         x + jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(keys)
     ),
+    "a number in a loop": lambda x, w, key, keys: lax.scan(
+        lambda k, row: (jax.random.split(k)[0], row * jax.random.uniform(k)), key, x
+    )[1],
     "in a loop": lambda x, w, key, keys: lax.scan(
         lambda c, row: (c, row + jax.random.normal(key, row.shape)), 0, x
     )[1],

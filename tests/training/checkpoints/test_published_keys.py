@@ -20,6 +20,7 @@ SMALL = (
     *("data=synthetic", "training.sequence_length=16"),
     *("training.micro_batch_size=2", "training.init_from=null"),
 )
+FAST = [*CONFIGS][:2]
 # What differs: the file's weights are float32 now, and of the text model alone.
 OF_WEIGHTS = ("torch_dtype", "architectures", "model_type")
 GENERATION = {
@@ -54,7 +55,10 @@ def exported(filled, folder, *overrides):
 
 
 @pytest.mark.slow(reason="it saves and exports a run of each family")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in FAST else pytest.param(n, marks=pytest.mark.full) for n in CONFIGS],
+)
 def test_every_key_of_a_published_folder_is_exported_again(filled, tmp_path, name):
     values = CONFIGS[name]
     files = exported(filled, publish(tmp_path / "model", values, GENERATION))

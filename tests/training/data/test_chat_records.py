@@ -73,11 +73,14 @@ def by_jinja(record, *, end=None, prompt=False):
     )
 
 
-@pytest.mark.slow(reason="it draws 200 records")
+@pytest.mark.slow(reason="it draws many records")
+@pytest.mark.parametrize("seeds", [40, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("template", [TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
-def test_a_drawn_record_gives_the_text_and_answers_of_its_template(tmp_path, template):
+def test_a_drawn_record_gives_the_text_and_answers_of_its_template(
+    tmp_path, template, seeds
+):
     folder = folder_with(tmp_path, template)
-    records = [draw_record(seed) for seed in range(200)]
+    records = [draw_record(seed) for seed in range(seeds)]
     for record, made in zip(records, encoded(folder, records), strict=True):
         whole = by_jinja(record)
         assert text_of(folder, made.ids) == whole, record
