@@ -209,6 +209,7 @@ class Checkpointed(nnx.Module):
         return self.layer2(x)
 
 
+@pytest.mark.slow(reason="it compiles two training steps of a module")
 def test_a_layer_that_is_called_at_once_is_computed_again():
     def losses(model, x, apply):
         loss = jnp.sum(model(x, apply) ** 2)

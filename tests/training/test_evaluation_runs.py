@@ -133,6 +133,7 @@ def test_a_validation_reads_the_same_rows_on_every_mesh_and_batch_size(
     )
 
 
+@pytest.mark.slow(reason="it compiles three validations")
 def test_null_validates_on_all_sequences_and_fewer_on_the_first():
     whole, most = validation_loss(ONE, 4, None), validation_loss(ONE, 4, 10_000)
     assert whole == most != validation_loss(ONE, 4, 3)

@@ -106,6 +106,7 @@ def test_a_path_without_checkpoints_is_an_error(run, tmp_path, monkeypatch, resu
 # --- damage
 
 
+@pytest.mark.slow(reason="it reads the arrays' record of a checkpoint fifty times")
 def test_fifty_flipped_bits_never_get_into_a_run(written, run, run_of):
     """Any bit of any file of a real checkpoint, fifty times."""
     draw, root = random.Random(1), run / "checkpoints"

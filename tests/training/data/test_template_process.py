@@ -104,6 +104,7 @@ def test_memory_is_limited():
             template.render(HI)
 
 
+@pytest.mark.slow(reason="it starts two processes")
 def test_a_template_that_is_ended_is_an_error_and_none_survives():
     template = TemplateProcess(CHAT, {})
     process = template._process
