@@ -33,6 +33,24 @@ def check_regular(path: str | Path) -> None:
         )
 
 
+def read_regular(path: str | Path, longest: int) -> bytes:
+    """The content of a regular file that is read whole.
+
+    Args:
+      path: The file.
+      longest: The most bytes that it may have.
+
+    Raises:
+      OSError: It is no such file, is longer, or cannot be read.
+    """
+    check_regular(path)
+    with open(path, "rb") as file:
+        content = file.read(longest + 1)
+    if len(content) > longest:
+        raise OSError(errno.EFBIG, f"it has more than {longest:,} bytes", str(path))
+    return content
+
+
 def is_kernel_file(path: str | Path) -> bool:
     """Whether a path is in ``/proc`` or ``/sys``, symbolic links resolved."""
     if "\0" in str(path):

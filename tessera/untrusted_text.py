@@ -7,8 +7,10 @@ changed.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import islice
 from types import UnionType
 from typing import (
     Annotated,
@@ -25,6 +27,11 @@ Count: TypeAlias = Annotated[int, "count"]
 """A whole number from 0 to 2**53, see :func:`count_of`; an ``int`` may be any."""
 
 _LARGEST_COUNT: Final = 2**53
+# Python takes up to 230 bytes for a value that is written in three: 1 MiB of JSON may
+# become 75 MiB.
+_MOST_VALUES: Final = 2**20
+# Possessive, and without its end in damaged text: linear in time, constant in memory.
+_STRING: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def parse_json(text: bytes | str, *, longest: int) -> Any:
@@ -36,7 +43,8 @@ def parse_json(text: bytes | str, *, longest: int) -> Any:
 
     Raises:
       ValueError: It is longer or not JSON, nests deeper than Python's parser can
-        follow, repeats a key, or holds a number that is not finite.
+        follow, repeats a key, holds a number that is not finite, or has too many
+        values.
 
     Example:
       >>> parse_json('{"step": 3}', longest=100)
@@ -44,15 +52,38 @@ def parse_json(text: bytes | str, *, longest: int) -> Any:
     """
     if len(text) > longest:
         raise ValueError(f"{len(text):,} characters, of {longest:,}")
+    text = text.decode() if isinstance(text, bytes) else text
+    check_json_values(text)
     try:
         return json.loads(
-            text.decode() if isinstance(text, bytes) else text,
+            text,
             parse_constant=_refuse,
             parse_float=_finite,
             object_pairs_hook=_unique,
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def check_json_values(text: str) -> None:
+    """Check that JSON does not take hundreds of megabytes once it is parsed.
+
+    Raises:
+      ValueError: It has more than a million values.
+    """
+    count = _count_values(text)
+    if count <= _MOST_VALUES:
+        return
+    # Most of it may be commas in strings. Each value has at most one key.
+    strings = _STRING.finditer(text)
+    for string in islice(strings, 2 * _MOST_VALUES):
+        count -= _count_values(string[0])
+    if count > _MOST_VALUES or next(strings, None):
+        raise ValueError(f"it has more than {_MOST_VALUES:,} values")
+
+
+def _count_values(text: str) -> int:
+    return sum(map(text.count, ",[{"))
 
 
 def count_of(value: Any) -> int:

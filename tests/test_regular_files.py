@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tessera.regular_files import check_regular, is_kernel_file
+from tessera.regular_files import check_regular, is_kernel_file, read_regular
 
 
 def refusal(path):
@@ -41,3 +41,10 @@ def test_what_the_kernel_makes_up_is_not_even_by_a_link(tmp_path):
 
 def test_what_is_not_there_says_so(tmp_path):
     assert refusal(tmp_path / "nothing") == os.strerror(errno.ENOENT)
+
+
+def test_a_file_that_is_longer_than_it_may_be_is_refused(tmp_path):
+    (tmp_path / "a").write_bytes(b"text")
+    assert read_regular(tmp_path / "a", 4) == b"text"
+    with pytest.raises(OSError, match="it has more than 3 bytes"):
+        read_regular(tmp_path / "a", 3)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsed JSON is converted to declared types, or refused."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,3 +60,16 @@ def test_json_is_parsed_strictly(text):
         parse_json(text, longest=100_000)
     with pytest.raises(ValueError, match="of 1"):
         parse_json(text, longest=1)
+
+
+@pytest.mark.parametrize("item", ["[],", '{"a":0},', '"",', "0,"])
+def test_json_of_too_many_values_is_refused(item, monkeypatch):
+    monkeypatch.setattr("tessera.untrusted_text._MOST_VALUES", 2**10)
+    text = f"[{item * 2**10}0]"
+    with pytest.raises(ValueError, match="more than 1,024 values"):
+        parse_json(text, longest=2**24)
+
+
+def test_commas_and_brackets_in_strings_are_no_values():
+    value = {"a": ",[{" * 2**20, "b": '\\",' * 1000}
+    assert parse_json(json.dumps(value), longest=2**24) == value

@@ -4,16 +4,46 @@
 import json
 import random
 import re
-from collections.abc import Iterator
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from tessera.errors import TesseraError
+
 Draw = random.Random
+Damage = Callable[[Draw, bytes], bytes]
 _DEEP = json.loads("[" * 200 + "]" * 200)
 ODD: list[Any] = [
     *(None, True, 0, -1, 10**400, 2**31, 2**32, 2**63, 1.5, -0.0, 1e308),
     *("", "\x1b[2J", "\ud800", "\0", "a" * 10_000, "../../etc/passwd", "${x}"),
     *([], {}, [[]], [None], {"": {}}, [1, "a"], {"a": 1}, _DEEP),
 ]
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """What happens within ten CPU seconds and 500 MB, and raises coded errors alone."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    shown = ""
+    try:
+        yield
+    except TesseraError as error:
+        shown = str(error)
+    assert "\x1b" not in shown
+    assert time.process_time() - start < 10
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    assert grown < 500 * 1024
+
+
+def damage_one(draw: Draw, folder: Path, names: Mapping[str, Damage]) -> None:
+    """Damage one or two of the files."""
+    for name in draw.sample([*names], draw.randint(1, min(2, len(names)))):
+        path = folder / name
+        path.write_bytes(names[name](draw, path.read_bytes()))
 
 
 def damaged_bytes(draw: Draw, content: bytes) -> bytes:

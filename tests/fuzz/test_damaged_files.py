@@ -2,17 +2,12 @@
 """Damaged files of others: a coded error within 10 s and 500 MB, or what they hold."""
 
 import json
-import resource
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tessera.errors import TesseraError
 from tessera.models.safetensors import SafetensorsFile, write_file
 from tessera.report import page
 from tessera.targets.machine import machine
@@ -24,37 +19,19 @@ from tessera.training.data.encoding import chat_template_of
 from tessera.training.data.records import read_records
 from tessera.training.data.tokenization import load_tokenizer
 from tessera.training.data.units import Unit, divide
-from tests.fuzz.damage import Draw, damaged_bytes, damaged_json
+from tests.fuzz.damage import (
+    Draw,
+    bounded,
+    damage_one,
+    damaged_bytes,
+    damaged_json,
+)
 from tests.report.run_folders import make_run
 from tests.training.data import conftest
 from tests.training.data.chat_folders import TEMPLATES, turns, write_folder
 
 ROOT = Path(__file__).parents[2]
 model_file = conftest.model_file
-Damage = Callable[[Draw, bytes], bytes]
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """What happens within ten CPU seconds and 500 MB, and raises coded errors alone."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
-    shown = ""
-    try:
-        yield
-    except TesseraError as error:
-        shown = str(error)
-    assert "\x1b" not in shown
-    assert time.process_time() - start < 10
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-    assert grown < 500 * 1024
-
-
-def damage_one(draw: Draw, folder: Path, names: dict[str, Damage]) -> None:
-    """Damage one or two of the files."""
-    for name in draw.sample([*names], draw.randint(1, min(2, len(names)))):
-        path = folder / name
-        path.write_bytes(names[name](draw, path.read_bytes()))
 
 
 @pytest.fixture(scope="module")

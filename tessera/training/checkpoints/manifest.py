@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from tessera.regular_files import read_regular
 from tessera.training.run_folder import sync_folder, write_durably
 
 NAME: Final = "manifest.sha256"
@@ -23,7 +24,7 @@ NAME: Final = "manifest.sha256"
 LAST: Final = "metadata.json"
 
 # A line has about 120 characters, and each process writes one or two dozen files.
-_MAX_BYTES: Final = 2**28
+_MAX_BYTES: Final = 2**24
 _LINE: Final = re.compile(r"([0-9a-f]{64})  (\S.*)")
 # hashlib releases the interpreter lock; more threads than this are faster than disks.
 _THREADS: Final = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -59,18 +60,22 @@ def write_manifest(folder: Path) -> int:
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a complete checkpoint; None if all checksums match."""
     try:
-        with (folder / NAME).open("rb") as file:
-            lines = file.read(_MAX_BYTES).decode("ascii").split("\n")
+        content = read_regular(folder / NAME, _MAX_BYTES)
+        lines = content.decode("ascii").split("\n")
     except (OSError, ValueError) as error:
         return f"{NAME} cannot be read: {error}"
-    matches = map(_LINE.fullmatch, lines[:-1])
-    entries = [match.groups() if match else ("", "") for match in matches]
-    checksums = [checksum for checksum, _ in entries]
-    names = [name for _, name in entries]
-    if lines[-1] or "" in names or names[-1:] != [LAST]:
+    checksums: dict[str, str] = {}
+    for line in lines[:-1]:
+        if (match := _LINE.fullmatch(line)) is None:
+            return f"{NAME} is not complete"
+        checksum, name = match.groups()
+        if name in checksums or Path(name).as_posix() != name:
+            return f"{NAME} names a file twice: {name}"
+        checksums[name] = checksum
+    if lines[-1] or [*checksums][-1:] != [LAST]:
         return f"{NAME} is not complete"
     with ThreadPoolExecutor(_THREADS) as threads:
-        damages = threads.map(partial(_compare, folder), checksums, names)
+        damages = threads.map(partial(_compare, folder), checksums.values(), checksums)
         return next(filter(None, damages), None)
 
 

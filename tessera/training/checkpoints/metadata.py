@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Final
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from tessera.errors import CheckpointMismatchError
+from tessera.regular_files import read_regular
 from tessera.shard_spec import axes_of_dims
 from tessera.training.data.cursor import Cursor
 from tessera.training.run_folder import write_durably
@@ -22,8 +24,8 @@ from tessera.untrusted_text import Count, decode_json, parse_json, printable
 
 # Incremented when the format changes; older versions stay readable.
 SCHEMA: Final = 1
-# For a model with thousands of arrays the file has a few MiB.
-_MAX_BYTES: Final = 2**28
+# For a model with ten thousand arrays the file has a few MiB.
+_MAX_BYTES: Final = 2**25
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,7 @@ def read_metadata(path: Path) -> Metadata:
       ValueError: Tessera did not write it, or its step is not the one in the name of
         its directory.
     """
-    with path.open("rb") as file:
-        values = parse_json(file.read(_MAX_BYTES + 1), longest=_MAX_BYTES)
+    values = parse_json(read_regular(path, _MAX_BYTES), longest=_MAX_BYTES)
     schema = decode_json(_Version, values).schema
     if schema > SCHEMA:
         written_by = decode_json(_Writer, values).versions.get("tessera", "")
@@ -115,12 +116,27 @@ def read_metadata(path: Path) -> Metadata:
             fix=f"install Tessera {printable(written_by, longest=40)} or newer",
         )
     metadata: Metadata = decode_json(Metadata, values)
+    for array in metadata.arrays.items():
+        _check_array(*array, metadata.mesh)
     if metadata.stages is not None:
         _check_stages(*metadata.stages)
     name = path.parent.name
     if name.isdecimal() and int(name) != metadata.step:
         raise ValueError(f"step {metadata.step}, in the folder of step {name}")
     return metadata
+
+
+def _check_array(name: str, array: Stored, mesh: Mapping[str, int]) -> None:
+    """Raise ValueError unless an array has numbers and axes that can be its own."""
+    try:
+        dtype = jnp.dtype(array.dtype)
+    except TypeError:
+        dtype = jnp.dtype(object)
+    if dtype.name != array.dtype or dtype.hasobject or dtype.itemsize == 0:
+        raise ValueError(f"{name} is of no dtype of numbers: {array.dtype[:40]!r}")
+    axes = [axis for axes in array.layout for axis in axes]
+    if len(array.layout) != len(array.shape) or not set(axes) <= mesh.keys():
+        raise ValueError(f"the layout of {name} is not one of its dims on its mesh")
 
 
 def _check_stages(stages: int, runs: Sequence[tuple[int, int]]) -> None:

@@ -76,11 +76,11 @@ class Restoration:
 
     @cached_property
     def arrays(self) -> Mapping[str, ArrayRestore]:
-        """How each array of the checkpoint that this run needs is restored."""
+        """How each array is restored that the checkpoint has as this run needs it."""
         return {
             name: self._array_restore(name, stored, self._targets[name])
             for name, stored in self.metadata.arrays.items()
-            if name in self._targets
+            if self._saved_form(name) == self._target_form(name)
         }
 
     @cached_property
@@ -118,13 +118,18 @@ class Restoration:
             is_in_both = name in saved and name in targets
             if _part(name) in self._optional and not is_in_both:
                 continue
-            before = _described(self._saved_split, name, saved.get(name))
-            target = targets.get(name)
-            stored = None if target is None else Stored.of(target)
-            now = _described(self.run.model.split, name, stored)
+            before, now = self._saved_form(name), self._target_form(name)
             if before != now:
                 lines.append(f"{name}: saved {before}, this run {now}")
         return [*lines, *self._adapter_differences()]
+
+    def _saved_form(self, name: str) -> str:
+        return _described(self._saved_split, name, self.metadata.arrays.get(name))
+
+    def _target_form(self, name: str) -> str:
+        target = self._targets.get(name)
+        stored = None if target is None else Stored.of(target)
+        return _described(self.run.model.split, name, stored)
 
     def _adapter_differences(self) -> Iterator[str]:
         """What adapters of the same shapes are multiplied with."""

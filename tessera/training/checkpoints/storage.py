@@ -11,7 +11,7 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,11 +22,18 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from tessera.errors import CheckpointNotFoundError
+from tessera.regular_files import read_regular
+from tessera.untrusted_text import parse_json, printable
+
 Arrays: TypeAlias = Mapping[str, jax.Array]
 Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 # The smallest share, in bytes, of a replicated array that one device writes.
 _MIN_SLICE: Final = 1 << 24
+_DATABASE: Final = "manifest.ocdbt"
+# Orbax writes 500 bytes for an array.
+_LONGEST_RECORD: Final = 2**25
 
 # The path as well as the package, as a user's folder may be called orbax, too. Errors
 # of TensorStore have no traceback, but name a file in the folder that Orbax writes to.
@@ -100,6 +107,9 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
     Args:
       path: The folder that ``ArrayWrite`` wrote.
       targets: Some or all of the arrays, with shardings.
+
+    Raises:
+      CheckpointNotFoundError: [T801] they cannot be read.
     """
     _silence_orbax()
     restore_args = {
@@ -108,34 +118,58 @@ def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
         )
         for name, target in targets.items()
     }
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(
-            path.absolute(),
-            args=ocp.args.PyTreeRestore(
-                item=dict(targets),
-                restore_args=restore_args,
-                partial_restore=True,
-            ),
-        )
+    arguments = ocp.args.PyTreeRestore(
+        item=dict(targets), restore_args=restore_args, partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(path.absolute(), args=arguments)
+    except jax.errors.JaxRuntimeError:  # of a device, such as one without memory
+        raise
+    except Exception as error:  # of many types
+        # What Orbax adds is how it reads; TensorStore says what it cannot read.
+        text = str(error.__cause__ or error) or type(error).__name__
+        raise CheckpointNotFoundError(
+            "the arrays of a checkpoint cannot be read",
+            got=f"{path}: {printable(text, longest=400)}",
+            fix="use the checkpoint before it",
+        ) from error
 
 
 def layouts(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of every array of a folder, as Orbax recorded them.
 
     Raises:
-      ValueError: Orbax cannot read its record.
+      ValueError: Orbax cannot read its record, or an array is compressed, which
+        Tessera's are not: a few megabytes may be gigabytes of zeros.
     """
     _silence_orbax()
     try:
+        for file in _records(path):
+            text = read_regular(file, _LONGEST_RECORD)
+            if file.name != _DATABASE:
+                parse_json(text, longest=_LONGEST_RECORD)
         # The first process alone may call this: it waits for no other.
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.metadata(path.absolute()).item_metadata.tree
+        for name, array in arrays.items():
+            stored = array.storage.zarr_metadata
+            if stored.zarr_format != 2 or stored.compression is not None:
+                raise ValueError(f"{name} is compressed")
         return {
             name: (jnp.dtype(array.dtype).name, tuple(array.shape))
             for name, array in arrays.items()
         }
     except Exception as error:  # of many types
         raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _records(path: Path) -> Iterator[Path]:
+    """The files that Orbax and TensorStore read whole, before any array."""
+    yield from path.glob("_*")
+    yield from path.glob("array_metadatas/*")
+    yield from path.glob(_DATABASE)
+    yield from path.glob(f"*/{_DATABASE}")
 
 
 @cache

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import tensorstore
 
 from tessera.errors import CheckpointNotFoundError, WeightFileError
 from tessera.export import main
@@ -97,7 +98,7 @@ def changed(run_of, filled, tmp_path):
     ("edit", "line"),
     [
         (
-            lambda values: values["arrays"][NORM].update(shape=[4, 4]),
+            lambda values: values["arrays"][NORM].update(shape=[4, 4], layout=[[], []]),
             f"{NORM} is float32[4, 4], but float32[16] is stored",
         ),
         (
@@ -129,6 +130,32 @@ def test_metadata_that_is_not_of_the_arrays_is_refused(
     error = capsys.readouterr().err
     assert error.startswith(f"[T801] the checkpoint {tmp_path}/2 is damaged\n")
     assert f"metadata.json is not usable: {line}\n" in error
+    assert not (tmp_path / "a").exists()
+
+
+def test_compressed_arrays_are_refused_before_they_are_read(changed, tmp_path, capsys):
+    path, name = tmp_path / "2" / "state", b"params/final_norm/scale/.zarray"
+    base = {"driver": "ocdbt", "base": f"file://{path}/"}
+    store = tensorstore.KvStore.open(base).result()
+    values = json.loads(store.read(name).result().value)
+    values["compressor"] = {"id": "zlib", "level": 1}
+    store.write(name, json.dumps(values).encode()).result()
+    changed(lambda _: None)
+    assert main([str(tmp_path), str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert f"metadata.json is not usable: {NORM} is compressed\n" in error
+
+
+def test_arrays_that_cannot_be_read_are_a_coded_error(changed, tmp_path, capsys):
+    # All of them, as some may be what a later one replaced.
+    files = [*(tmp_path / "2" / "state").glob("ocdbt.process_*/d/*")]
+    for path in files:
+        path.write_bytes(b"")
+    assert files
+    changed(lambda _: None)
+    assert main([str(tmp_path), str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("[T801] the arrays of a checkpoint cannot be read\n")
     assert not (tmp_path / "a").exists()
 
 

@@ -114,3 +114,12 @@ def test_a_link_is_no_file(folder):
     path.rename(folder.parent / "elsewhere")
     path.symlink_to(folder.parent / "elsewhere")
     assert find_damage(folder) == "state/d/1a is not a regular file"
+
+
+def test_no_file_is_read_twice(folder):
+    write_manifest(folder)
+    lines = (folder / NAME).read_text().splitlines(keepends=True)
+    for name in ("state/d/1a", "state//d/1a", "./state/d/1a"):
+        line = lines[1].replace("state/d/1a", name)
+        (folder / NAME).write_text("".join([lines[1], line, lines[-1]]))
+        assert find_damage(folder) == f"{NAME} names a file twice: {name}"

@@ -66,6 +66,11 @@ def test_it_is_text_for_people(tmp_path):
         lambda read: read.update(random={"seed": [0]}),
         lambda read: read["arrays"]["step"].update(layout="dp"),
         lambda read: read["arrays"]["step"].update(dtype=32),
+        lambda read: read["arrays"]["step"].update(dtype="object"),
+        lambda read: read["arrays"]["step"].update(dtype="f4,"),
+        lambda read: read["arrays"]["step"].update(layout=[["dp"]]),
+        lambda read: read["arrays"]["step"].update(shape=[4], layout=[["tp"]]),
+        lambda read: read.update(mesh={}),
     ],
 )
 def test_what_tessera_did_not_write_is_refused(tmp_path, change):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import gc
+import json
 import shutil
 
 import jax
@@ -126,6 +127,17 @@ def test_what_does_not_fit_is_listed(run, run_of):
     plan = resume_plan(run, run_of(optimizer=SgdConfig()).config)
     assert plan.problems
     assert all(problem.startswith("optimizer/") for problem in plan.problems)
+
+
+def test_an_array_with_another_rank_is_in_the_way_and_no_error(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    path, name = folder / "checkpoints/4/metadata.json", "params/decoder/mlp/up/kernel"
+    values = json.loads(path.read_text())
+    values["arrays"][name] |= {"shape": [4], "layout": [["fsdp"]]}
+    path.write_text(json.dumps(values))
+    plan = resume_plan(folder, [[2, 2], ["pp", "tp"]])
+    assert f"{name}: saved float32[4], this run float32[5,16,32]" in plan.problems
+    assert name not in moves(plan)
 
 
 def test_devices_that_do_not_exist_can_be_planned_for(run):
