@@ -18,13 +18,13 @@ from tessera.errors import ModelFolderError, WeightFileError
 from tessera.models.decoder.config import DecoderConfig
 from tessera.models.families.registry import differences, family_of, read_config_file
 from tessera.models.safetensors import SafetensorsFile
-from tessera.regular_files import check_regular
+from tessera.regular_files import read_regular
 from tessera.untrusted_text import parse_json, printable
 
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 # A tensor takes a hundred bytes in the index; the largest models have 100,000.
-_LONGEST: Final = 2**28
+_LONGEST: Final = 2**25
 # Bytes of two tensors that are compared at a time.
 _COMPARED: Final = 2**26
 
@@ -137,8 +137,8 @@ class ModelFolder:
         try:
             if has_one:
                 raise ValueError(f"{WEIGHTS} is there, too")
-            check_regular(path)
-            files = parse_json(path.read_bytes(), longest=_LONGEST)["weight_map"]
+            content = read_regular(path, _LONGEST)
+            files = parse_json(content, longest=_LONGEST)["weight_map"]
             for name in {*files.values()}:
                 if type(name) is not str or name in ("", ".", "..") or "/" in name:
                     raise ValueError(f"{name!r} is no name of a file")

@@ -15,6 +15,7 @@ from tessera.bounded_yaml import parse_yaml
 from tessera.device_grid import checked_axes, checked_shape
 from tessera.errors import (
     MeshShapeError,
+    ModelFolderError,
     TokenizerError,
     did_you_mean,
 )
@@ -23,11 +24,14 @@ from tessera.models.decoder.config import DecoderConfig
 from tessera.models.decoder.model import DecoderModel
 from tessera.models.definition import ModelOptions, import_module
 from tessera.models.families.published import GENERATION_FILE
-from tessera.models.families.registry import read_config_file
+from tessera.models.families.registry import (
+    CONFIG_FILE,
+    read_config_file,
+    read_object,
+)
 from tessera.models.model import Model
 from tessera.models.model_folder import ModelFolder
 from tessera.models.weights import import_weights
-from tessera.regular_files import check_regular
 from tessera.runtime.devices import prepare_devices
 from tessera.training.checkpoints.export_checkpoint import (
     CheckpointParams,
@@ -45,9 +49,6 @@ from tessera.training.data.tokenization import (
 )
 from tessera.training.data.vocabulary import check_tokens
 from tessera.tree import Tree, named_leaves, nest
-from tessera.untrusted_text import parse_json
-
-_LONGEST = 2**24
 
 
 @dataclass(frozen=True)
@@ -243,18 +244,30 @@ def _folder(path: Path) -> TrainedModel:
 
 def _max_length(path: Path) -> int | None:
     values = read_config_file(path)
-    length = {**values, **values.get("text_config", {})}.get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+    length = {**values, **(values.get("text_config") or {})}.get(
+        "max_position_embeddings"
+    )
+    return length if type(length) is int and length > 0 else None
 
 
 def _ends(path: Path) -> tuple[int, ...]:
-    """The tokens that end a text, by the first file that says so."""
-    for name in (GENERATION_FILE, "config.json"):
+    """The tokens that end a text, by the first file that says so.
+
+    Raises:
+      ModelFolderError: [T806] it cannot be read, or names no tokens.
+    """
+    for name in (GENERATION_FILE, CONFIG_FILE):
         if not (path / name).is_file():
             continue
-        check_regular(path / name)
-        values = parse_json((path / name).read_bytes(), longest=_LONGEST)
-        ends = values.get("eos_token_id") if isinstance(values, dict) else None
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list) else (ends,)
+        ends = read_object(path / name)[1].get("eos_token_id")
+        if ends is None:
+            continue
+        ends = ends if isinstance(ends, list) else [ends]
+        if not all(type(end) is int for end in ends):
+            raise ModelFolderError(
+                f"the tokens that end a text are not those of {path / name}",
+                got=f"eos_token_id = {str(ends)[:80]}",
+                fix="write the number of a token, or a list of numbers",
+            )
+        return tuple(ends)
     return ()

@@ -13,6 +13,7 @@ import tokenizers
 from tessera.errors import (
     CheckpointNotFoundError,
     MeshShapeError,
+    ModelFolderError,
     TokenizerError,
 )
 from tessera.generate import _lines, main
@@ -129,6 +130,31 @@ def test_a_file_of_prompts_has_one_in_each_line(tmp_path: Path, capsys: Any) -> 
     path.write_text("")
     assert main(["run", f"--prompts-file={path}"]) != 0
     assert "got: no prompt\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("{", "generation_config.json cannot be read"),
+        ("[" * 5000, "got: it is nested too deeply"),
+        ('{"eos_token_id": "</s>"}', "got: eos_token_id = ['</s>']"),
+        ('{"eos_token_id": [1, true]}', "got: eos_token_id = [1, True]"),
+        ("{}", None),
+    ],
+)
+def test_tokens_that_end_a_text_are_numbers(
+    tmp_path: Path, content: str, line: str | None
+) -> None:
+    values = {**GEMMA3, "eos_token_id": 3, "vocab_size": 300, "text_config": None}
+    folder = write_folder(tmp_path / "gemma", gemma3_tensors(values), values)
+    chat_folders.write_folder(folder, "gemma", marked=False)
+    (folder / "generation_config.json").write_text(content)
+    if line is None:
+        assert open_trained(folder).stop_tokens == (3,)
+        return
+    with pytest.raises(ModelFolderError) as caught:
+        open_trained(folder)
+    assert line in str(caught.value)
 
 
 @pytest.mark.full

@@ -70,7 +70,12 @@ class ConfigKeys:
             raise _unreadable(
                 [f"{self.where}{name} = {_shown(value)}: not a {kind.__name__}"]
             )
-        return kind(value)  # type: ignore[call-arg]
+        try:
+            return kind(value)  # type: ignore[call-arg]
+        except OverflowError:
+            raise _unreadable(
+                [f"{self.where}{name} = {_shown(value)}: too large"]
+            ) from None
 
     def take_nullable(self, name: str, kind: type[T], default: T) -> T | None:
         """The value of a key whose null is not its default, but means none."""

@@ -13,7 +13,7 @@ from tessera.models.families.gemma import GEMMA2, GEMMA3
 from tessera.models.families.llama3 import LLAMA3
 from tessera.models.families.mistral import MISTRAL
 from tessera.models.families.qwen3 import QWEN3, QWEN3_MOE
-from tessera.regular_files import check_regular
+from tessera.regular_files import read_regular
 from tessera.untrusted_text import parse_json
 
 CONFIG_FILE: Final = "config.json"
@@ -51,8 +51,7 @@ def read_object(path: Path) -> tuple[str, dict[str, Any]]:
       ModelFolderError: [T806] there is no such file, or it is no JSON object.
     """
     try:
-        check_regular(path)
-        text = path.read_bytes().decode()
+        text = read_regular(path, _LONGEST).decode()
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     return text, parse_object(text, path)

@@ -8,7 +8,6 @@ same text in the same split.
 
 import fnmatch
 import glob
-import json
 import os
 import sys
 import sysconfig
@@ -24,7 +23,7 @@ from tessera.errors import (
     EmptyDataError,
     SettingConflictError,
 )
-from tessera.regular_files import check_regular, is_kernel_file
+from tessera.regular_files import is_kernel_file, read_regular
 from tessera.training.data.data_config import DataConfig
 from tessera.training.data.records import not_text
 from tessera.training.data.tables import ARROW, PARQUET, TABLES
@@ -36,6 +35,7 @@ from tessera.training.data.units import (
     divide,
     split,
 )
+from tessera.untrusted_text import parse_json
 
 TEXT_SUFFIXES: Final = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
 _FOLDER_SUFFIXES: Final = (*TEXT_SUFFIXES, ".parquet")
@@ -62,6 +62,8 @@ _REFUSED: Final[Mapping[str, str]] = MappingProxyType(
 _STDLIB_EXCLUDED = frozenset({"encodings", "pydoc_data"}) | frozenset(
     {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
 )
+# A name for each file of a data set.
+_LONGEST_STATE: Final = 2**24
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -243,9 +245,12 @@ def _saved_arrow_files(folder: Path, files: list[str]) -> list[Path]:
         return []
     state = folder / "state.json"
     try:
-        check_regular(state)
-        parts = json.loads(state.read_bytes())["_data_files"]
-        return [folder / PurePath(part["filename"]).name for part in parts]
+        content = read_regular(state, _LONGEST_STATE)
+        parts = parse_json(content, longest=_LONGEST_STATE)["_data_files"]
+        names = [PurePath(part["filename"]).name for part in parts]
+        if bad := [name for name in names if not name.isprintable()]:
+            raise ValueError(f"{bad[0][:40]!r} is no name of a file")
+        return [folder / name for name in names]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
             "the files of a saved data set cannot be listed",

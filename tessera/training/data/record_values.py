@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from tessera.training.data.chat_template import Conversation, Message
+from tessera.untrusted_text import check_json_values
 
 TOOLS: Final = "tools"
 TEMPLATE_ARGUMENTS: Final = "chat_template_kwargs"
@@ -110,6 +111,7 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
+        check_json_values(value)
         return json.loads(value)
     except (ValueError, RecursionError):
         return value  # the caller says what it should be

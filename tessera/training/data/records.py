@@ -35,6 +35,7 @@ from tessera.training.data.units import (
     Unit,
     line_sizes,
 )
+from tessera.untrusted_text import check_json_values
 
 _MOST_RECORD_BYTES: Final = 64 * 2**20
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
@@ -214,7 +215,9 @@ def _refuse_length() -> Mapping[str, Any]:
 
 def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
     try:
-        record = json.loads(line.decode())
+        text = line.decode()
+        check_json_values(text)
+        record = json.loads(text)
     except UnicodeDecodeError as error:
         raise not_utf8(error) from error
     except json.JSONDecodeError as error:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from tessera.errors import TokenizerError
 from tessera.regular_files import check_regular
+from tessera.untrusted_text import check_json_values
 
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
@@ -56,7 +57,9 @@ def read_folder(file: Path) -> TokenizerFolder:
         return TokenizerFolder()
     path = file.with_name(_CONFIG)
     try:
-        values = json.loads(_content(path) or "{}")
+        text = _content(path) or "{}"
+        check_json_values(text)
+        values = json.loads(text)
         template = _content(file.with_name(_TEMPLATE)) or values.get("chat_template")
         tool_template = ""
         if isinstance(template, list):

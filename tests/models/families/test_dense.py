@@ -146,6 +146,12 @@ def test_rotary_scaling_is_refused_in_the_names_of_the_folder(scaling, line):
     assert refusal("llama", rope_scaling=scaling) == line
 
 
+def test_a_number_that_no_float_has_is_refused():
+    line = refusal("llama", rms_norm_eps=10**400)
+    assert line.startswith("rms_norm_eps = 1000")
+    assert line.endswith(": too large")
+
+
 def test_scaling_by_one_is_none():
     config = read("llama", rope_scaling={**YARN, "factor": 1.0})
     assert config == read("llama")

@@ -85,6 +85,15 @@ def test_a_saved_data_set_has_the_files_that_its_state_names(tmp_path):
         assert [r.text for r in read(list_files(str(path)))] == TEXTS
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_saved_data_set_has_names_that_files_can_have(tmp_path, name):
+    save(tmp_path, [["one"]])
+    state = {"_data_files": [{"filename": name}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataFormatError, match="is no name of a file"):
+        list_files(str(tmp_path))
+
+
 def test_several_splits_in_a_folder_are_not_mixed(tmp_path):
     for name in ("train", "test"):
         save(tmp_path / name, [TEXTS])
