@@ -169,7 +169,10 @@ def test_a_damaged_table(seed, kind, tmp_path):
     if kind == "parquet":
         parquet.write_table(table, path, row_group_size=draw.choice([20, 60]))
     else:
-        with arrow.ipc.new_stream(str(path), table.schema) as writer:
+        codec = draw.choice([None, "zstd"])
+        options = arrow.ipc.IpcWriteOptions(compression=codec)
+        new = draw.choice([arrow.ipc.new_stream, arrow.ipc.new_file])
+        with new(str(path), table.schema, options=options) as writer:
             writer.write_table(table, max_chunksize=20)
     path.write_bytes(damaged_bytes(draw, path.read_bytes()))
     config = DataConfig(messages_key="messages" if key == "messages" else None)

@@ -8,7 +8,7 @@ https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.m
 """
 
 from collections.abc import Iterator
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 # Statistics in a header may have two values of the column.
 _HEADER_BYTES: Final = (2**10, 2**15, 2**20)
@@ -16,8 +16,16 @@ _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9,
 _INTEGERS: Final = (4, 5, 6)
 
 
-def page_sizes(file: BinaryIO, begin: int, end: int) -> Iterator[int]:
-    """The uncompressed size of each page of a column chunk in ``[begin, end)``.
+class Page(NamedTuple):
+    """The uncompressed size of a page, its values, and whether it is a dictionary."""
+
+    size: int
+    values: int
+    is_dictionary: bool
+
+
+def read_pages(file: BinaryIO, begin: int, end: int) -> Iterator[Page]:
+    """The pages of a column chunk in ``[begin, end)``, by their headers.
 
     It ends early at what is no header: the library that reads the page says so.
     """
@@ -25,11 +33,12 @@ def page_sizes(file: BinaryIO, begin: int, end: int) -> Iterator[int]:
         fields, length = _read_header(file, begin)
         if 2 not in fields or fields.get(3, -1) < 0:
             return
-        yield fields[2]
+        values = [fields[i].get(1, 0) for i in (5, 7, 8) if i in fields]
+        yield Page(fields[2], sum(values), 7 in fields)
         begin += length + fields[3]
 
 
-def _read_header(file: BinaryIO, at: int) -> tuple[dict[int, int], int]:
+def _read_header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
     for size in _HEADER_BYTES:
         file.seek(at)
         try:
@@ -41,9 +50,9 @@ def _read_header(file: BinaryIO, at: int) -> tuple[dict[int, int], int]:
     return {}, 0
 
 
-def _read_struct(content: bytes, at: int) -> tuple[dict[int, int], int]:
-    """The integers of a struct by their field numbers, and where it ends."""
-    values = dict[int, int]()
+def _read_struct(content: bytes, at: int) -> tuple[dict[int, Any], int]:
+    """The integers and structs of a struct by their numbers, and where it ends."""
+    values = dict[int, Any]()
     number = 0
     while head := content[at]:
         at += 1
@@ -54,6 +63,8 @@ def _read_struct(content: bytes, at: int) -> tuple[dict[int, int], int]:
         kind = head & 15
         if kind in _INTEGERS:
             values[number], at = _read_integer(content, at)
+        elif kind == _STRUCT:
+            values[number], at = _read_struct(content, at)
         elif kind not in (_TRUE, _FALSE):  # which are their own value
             at = _skip(content, at, kind)
     return values, at + 1

@@ -9,9 +9,10 @@ import pytest
 
 from tessera.errors import BadRecordError, DataFormatError, SettingConflictError
 from tessera.training.data import DataConfig, records, tables
+from tessera.training.data.arrow_messages import batch_sizes
 from tessera.training.data.bad_records import BadRecords
 from tessera.training.data.files import list_files, units_of
-from tessera.training.data.parquet_pages import page_sizes
+from tessera.training.data.parquet_pages import read_pages
 from tessera.training.data.records import read_records
 from tessera.training.data.units import divide, split
 
@@ -198,7 +199,12 @@ def test_pages_of_parquet_have_the_sizes_that_their_headers_say(
     for chunk in (group.column(i) for i in range(metadata.num_columns)):
         begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
         with path.open("rb") as file:
-            sizes = [*page_sizes(file, begin, begin + chunk.total_compressed_size)]
+            pages = [*read_pages(file, begin, begin + chunk.total_compressed_size)]
+        sizes = [page.size for page in pages]
+        assert sum(page.values for page in pages if not page.is_dictionary) == (
+            chunk.num_values
+        )
+        assert pages[0].is_dictionary == chunk.has_dictionary_page
         # A chunk is its pages and their headers.
         headers = chunk.total_uncompressed_size - sum(sizes)
         assert 10 * len(sizes) < headers < 30_000 * len(sizes)
@@ -219,11 +225,54 @@ def test_a_page_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeyp
     assert not read(list_files(str(path)), BadRecords(100), text_key="id")
 
 
+def test_a_text_that_a_dictionary_repeats_is_decoded_a_few_times_at_once(tmp_path):
+    column = arrow.DictionaryArray.from_arrays([0] * 100, ["x" * 2**22])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": column}), path, store_schema=False)
+    group = parquet.read_metadata(path).row_group(0)
+    assert tables._rows_at_a_time(path, group, ["text"]) == 15
+    write_parquet(path, ["short"] * 100)
+    group = parquet.read_metadata(path).row_group(0)
+    assert tables._rows_at_a_time(path, group, ["text"]) == 64
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_compressed_batch_that_is_too_large_is_refused_before_it_is_read(
+    tmp_path, monkeypatch, kind, codec
+):
+    path = tmp_path / "a.arrow"
+    names = arrow.array(["one", "two"] * 100).dictionary_encode()
+    table = arrow.table({"text": ["x" * 10_000] * 200, "name": names})
+    options = arrow.ipc.IpcWriteOptions(compression=codec)
+    new = arrow.ipc.new_stream if kind == "stream" else arrow.ipc.new_file
+    with new(str(path), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=100)
+    with path.open("rb") as file:
+        dictionary, *batches = batch_sizes(file)
+    assert dictionary < 200
+    assert [size // 1000 for size in batches] == [1000, 1000]
+    config = {"text_key": "text"}
+    assert len(read(list_files(str(path)), **config)) == 200
+    monkeypatch.setattr(tables, "_MOST_PAGE_BYTES", 2**19)
+    monkeypatch.setattr(arrow.ipc, "open_stream", None)
+    monkeypatch.setattr(arrow.ipc, "open_file", None)
+    with pytest.raises(DataFormatError, match="a record batch takes 0 MiB of memory"):
+        read(list_files(str(path)), **config)
+
+
+def test_batches_that_are_not_compressed_have_no_sizes(tmp_path):
+    write_file(tmp_path / "a", "stream")
+    content = (tmp_path / "a").read_bytes()
+    for end in (0, 7, 9, 100, len(content) - 9, len(content)):
+        assert not [*batch_sizes(io.BytesIO(content[:end]))]
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\0", b"\x1c", b"\x15\xff", b"\xff", b"\x19"]
 )
 def test_what_is_no_header_of_a_page_ends_the_search(content):
-    assert not [*page_sizes(io.BytesIO(content * 2**20), 0, 2**20)]
+    assert not [*read_pages(io.BytesIO(content * 2**20), 0, 2**20)]
 
 
 def test_messages_are_read_from_rows_and_lines(tmp_path):
