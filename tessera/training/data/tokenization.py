@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import TesseraError, TokenizerError, did_you_mean
-from tessera.regular_files import check_regular
+from tessera.regular_files import check_regular, read_regular
 from tessera.training.data.extras import import_extra
 from tessera.training.data.tokenizer_folder import (
+    LONGEST_FILE,
     TOKENIZER_FILES,
     folder_files,
     read_folder,
@@ -120,7 +121,8 @@ class JsonTokenizer:
 
     def _load(self, library: ModuleType) -> None:
         path = self._path
-        self._tokenizer: Any = library.Tokenizer.from_file(str(path))
+        content = read_regular(path, LONGEST_FILE)
+        self._tokenizer: Any = library.Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # The special tokens that the file puts before a text.
@@ -221,7 +223,7 @@ class SentencePieceTokenizer:
         self._processor: Any = library.SentencePieceProcessor()
         with _coded(partial(_unreadable, path, "sentencepiece")):
             # From memory: if given a file name, the library prints errors itself.
-            self._processor.LoadFromSerializedProto(path.read_bytes())
+            self._processor.LoadFromSerializedProto(read_regular(path, LONGEST_FILE))
         self.vocab_size: int = self._processor.get_piece_size()
         ends = (self._processor.bos_id(), self._processor.eos_id())
         self.separator: int | None = next((i for i in ends if i >= 0), None)

@@ -19,7 +19,8 @@ from tessera.untrusted_text import check_json_values
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
 TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
-_MOST_BYTES: Final = 2**26
+# The largest tokenizers have 35 MB.
+LONGEST_FILE: Final = 2**26
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model")
 _SPECIAL_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -99,8 +100,8 @@ def _content(path: Path) -> str:
     if not path.exists():
         return ""
     check_regular(path)
-    if (size := path.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{size:,} bytes, of {_MOST_BYTES:,}")
+    if (size := path.stat().st_size) > LONGEST_FILE:
+        raise ValueError(f"{size:,} bytes, of {LONGEST_FILE:,}")
     return path.read_text(encoding="utf-8")
 
 

@@ -251,7 +251,8 @@ def test_a_panic_of_the_library_is_a_coded_error(json_file, monkeypatch):
     tokenizer._tokenizer = type("Tokenizer", (), {"encode_batch_fast": panic})()
     with pytest.raises(TokenizerError, match="has no ids for this text"):
         tokenizer.encode("a")
-    library = type("tokenizers", (), {"Tokenizer": type("T", (), {"from_file": panic})})
+    kind = type("Tokenizer", (), {"from_buffer": panic})
+    library = type("tokenizers", (), {"Tokenizer": kind})
     monkeypatch.setitem(sys.modules, "tokenizers", library)
     with pytest.raises(TokenizerError, match="index out of bounds"):
         load_tokenizer(str(json_file))
@@ -280,3 +281,11 @@ def test_odd_settings_of_a_tokenizer_are_refused(json_file, settings, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(TokenizerError, match="T605"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_tokenizer_of_more_than_64_mib_is_not_read(tmp_path, name):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(TokenizerError, match="it has more than 67,108,864 bytes"):
+        load_tokenizer(str(tmp_path / name))
