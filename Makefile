@@ -57,7 +57,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines fuzz lint format docs docs-browser bench bench-targets bench-gpu gpu-wheels constraints clean
+.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines test-jax fuzz lint format docs docs-browser bench bench-targets bench-gpu gpu-wheels constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -99,6 +99,11 @@ test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: p
 
 test-engines: $(DEV_READY) $(ENGINES_READY) ## Run under real torchrun, Open MPI, Slurm and Ray: pytest $(ARGS)
 	TESSERA_ENGINES_BIN=$(abspath $(ENGINES_VENV))/bin $(BIN)/python -m pytest -n0 $(or $(ARGS),tests/engines)
+
+test-jax: $(DEV_READY) ## Run JAX's own tests on ts.jit: JAX_TESTS=folder, ARGS='--replace grad'
+	@test -d "$(JAX_TESTS)" || { \
+	  echo "Say where the tests of JAX 0.10.2 are: make test-jax JAX_TESTS=jax/tests" >&2; exit 1; }
+	$(BIN)/python -m tests.jax_tests $(JAX_TESTS) $(ARGS)
 
 fuzz: $(DEV_READY) ## Compare drawn programs with Python, NumPy and JAX: all seeds
 	TESSERA_FUZZ=$(or $(TESSERA_FUZZ),whole) $(BIN)/python -m pytest $(or $(ARGS),tests/fuzz)
