@@ -11,8 +11,8 @@ from tessera import op as op
 from tessera.annotations import Tensor as Tensor
 from tessera.api import schedule as schedule
 from tessera.api.distribute import distribute as distribute
-from tessera.api.function import function as function
-from tessera.api.function import function as jit
+from tessera.api.jit import function as function
+from tessera.api.jit import function as jit
 from tessera.api.value_and_grad import value_and_grad as value_and_grad
 from tessera.arrays import *
 from tessera.casts import autocast as autocast

@@ -11,6 +11,7 @@ import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from jax._src import config, source_info_util, traceback_util
@@ -56,6 +57,26 @@ def hide_library_frames() -> None:
         if path not in traceback_util._exclude_paths:
             traceback_util.register_exclusion(path)
             source_info_util.register_exclusion(path)
+
+
+def without_own_frames(error: BaseException) -> BaseException:
+    """An error whose traceback leaves out Tessera's frames, as JAX's leave out its own.
+
+    ``JAX_TRACEBACK_FILTERING=off`` keeps all of them.
+    """
+    if config.traceback_filtering.value == "off":
+        return error
+    frames: list[TracebackType] = []
+    frame = error.__traceback__
+    while frame is not None:
+        path = Path(frame.tb_frame.f_code.co_filename)
+        if not any(path.is_relative_to(place) for place in _OWN_FILES):
+            frames.append(frame)
+        frame = frame.tb_next
+    found: TracebackType | None = None
+    for frame in reversed(frames):
+        found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(found)
 
 
 @functools.cache

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax._src import api, config, core, dtypes, source_info_util
+from jax._src import mesh as mesh_lib
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
+from jax._src.dtypes import InvalidInputException as InvalidInputException
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
 
@@ -35,6 +37,14 @@ def jit_is_disabled() -> bool:
 def is_tracing() -> bool:
     """Whether JAX is tracing or transforming a function, with whatever arguments."""
     return not core.trace_state_clean()
+
+
+def ambient_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of ``jax.set_mesh`` or of ``with mesh:`` with a mesh of JAX."""
+    mesh = mesh_lib.get_concrete_mesh()
+    if mesh.empty:
+        mesh = mesh_lib.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
 
 
 def varying_axes(value: Any) -> frozenset[str]:
@@ -72,6 +82,11 @@ def all_gather_invariant(value: Any, axes: tuple[str, ...], dim: int) -> Any:
     return gather(value, axes, axis=dim, tiled=True)
 
 
+def canonical_dtype(dtype: Any) -> Any:
+    """The dtype that JAX gives such an array now: 32 bits unless x64 is enabled."""
+    return dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 def as_number(value: Any, kind: type) -> Any:
     """A value as a number of Python's ``int`` or ``float``: its dtype is weak."""
     dtype = dtypes.canonicalize_dtype(kind)
@@ -87,6 +102,14 @@ def in_trace_of(value: Any) -> AbstractContextManager[Any]:
     return core.set_current_trace(value._trace)
 
 
+# Traces of programs and of JAX's transformations, which know what is around them.
+_NESTED: Final = (
+    partial_eval.DynamicJaxprTrace,
+    ad.JVPTrace,
+    ad.LinearizeTrace,
+    batching.BatchTrace,
+)
+
 NoGradientByClosure: TypeAlias = ad.CustomVJPException
 """JAX's error for a gradient by what a function with a derivative rule closes over."""
 
@@ -94,12 +117,17 @@ NoGradientByClosure: TypeAlias = ad.CustomVJPException
 def is_of_ended_trace(value: Any) -> bool:
     """Whether a value was traced, and the trace has ended: it has no value any more."""
     trace = value._trace if isinstance(value, core.Tracer) else None
-    if not isinstance(trace, partial_eval.DynamicJaxprTrace):
+    if not isinstance(trace, _NESTED):
         return False
     with core.take_current_trace() as current:
         while current is not None and current is not trace:
             current = getattr(current, "parent_trace", None)
         return current is None
+
+
+def escaped_tracer_error(value: Any) -> Exception:
+    """JAX's error for a traced value that is used after its trace has ended."""
+    return core.escaped_tracer_error(value)
 
 
 def is_known_where(value: Any, home: Any) -> bool:
@@ -188,7 +216,9 @@ def replay(program: Any, *values: Any) -> list[Any]:
     body, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     with core.take_current_trace() as trace:
         records = isinstance(trace, partial_eval.DynamicJaxprTrace)
-    if not records or body.effects or consts:
+    # Primitives of high-level types (hijax) tell the trace that it has some.
+    is_high = getattr(body, "is_high", False)
+    if not records or body.effects or consts or is_high:
         return core.eval_jaxpr(body, consts, *values)
     here = source_info_util.current()
     env = dict(

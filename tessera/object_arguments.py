@@ -22,6 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,6 +33,8 @@ from tessera import _jax, scope
 from tessera.errors import WriteBackError
 
 STRUCTURE = "<structure>"
+# The mutable arrays that the open call is given.
+_given: ContextVar[tuple[Any, ...]] = ContextVar("given_references", default=())
 _TAG = "tessera"
 
 Arrays: TypeAlias = dict[str, Any]
@@ -99,11 +102,11 @@ def hint_of_parameters(weights: Any) -> str:
 
 
 def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
-    """Raise [T320] where a function returns mutable arrays or closes over them.
+    """Raise [T320] where a function returns mutable arrays, or closes over them.
 
     Args:
       result: Leaves of what it returns.
-      captured: Arrays that it closes over.
+      captured: Arrays that it closes over, on a mesh of several devices.
     """
     for leaf in result:
         if isinstance(leaf, jax.Ref):
@@ -112,11 +115,17 @@ def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
                 got=str(jax.typeof(leaf)),
                 fix="return its value: ref[...]",
             )
+        if isinstance(leaf, _jax.Tracer) and not hasattr(jax.typeof(leaf), "shape"):
+            raise WriteBackError(
+                "a value that is no array is returned",
+                got=str(jax.typeof(leaf)),
+                fix="return arrays; jax.jit returns tokens and other types",
+            )
     for array in captured:
         if isinstance(array, jax.Ref):
             raise WriteBackError(
-                "a mutable array that a function closes over cannot be given back",
-                got=str(jax.typeof(array)),
+                "a mutable array that a function closes over lies on one device",
+                got=f"{jax.typeof(array)}, and a mesh of several",
                 fix="pass it to the function as an argument",
             )
 
@@ -162,11 +171,12 @@ def _split(context: Any, node: Any) -> Arrays:
         return {"value": node[...], STRUCTURE: Structure(None, (), "Ref", None)}
     from flax import nnx
 
-    graphdef, flat = context.flatten((node,))
+    graphdef, flat = context.flatten(node if is_object(node) else (node,))
     arrays: Arrays = {}
     for path, leaf in flat:
-        name = "/".join(map(str, path[1:])) or "value"
-        name = repr(path[1:]) if name in arrays else name
+        own = path if is_object(node) else path[1:]
+        name = "/".join(map(str, own)) or "value"
+        name = repr(own) if name in arrays else name
         is_variable = isinstance(leaf, nnx.Variable)
         arrays[name] = leaf.get_raw_value() if is_variable else leaf
     names = tuple(arrays)
@@ -182,8 +192,8 @@ def _merged(context: Any, arrays: Arrays) -> Any:
     if structure.graphdef is None:
         return jax.new_ref(arrays["value"])
     leaves = [arrays[name] for name in structure.names]
-    (node,) = context.unflatten(structure.graphdef, leaves)
-    return node
+    node = context.unflatten(structure.graphdef, leaves)
+    return node if is_object(node) else node[0]
 
 
 def _with_each(
@@ -248,6 +258,11 @@ class ObjectCall:
             self._copies[id(node)] = node, _mapped(inside, node)
         return self._copies[id(node)][1]
 
+    @property
+    def references(self) -> tuple[Any, ...]:
+        """The mutable arrays among the arguments."""
+        return tuple(unit for unit, _ in self._units if isinstance(unit, jax.Ref))
+
     def finish(self, result: Any) -> Any:
         """Update the caller's objects; the result with its objects."""
         if not self.has_objects:
@@ -256,8 +271,12 @@ class ObjectCall:
             for unit, arrays in self._units:
                 if isinstance(unit, jax.Ref):
                     unit[...] = arrays["value"]
-                else:
-                    _merged(context, arrays)
+                elif _merged(context, arrays) is not unit and is_object(unit):
+                    raise WriteBackError(
+                        f"a {type(unit).__name__} among the arguments is not updated",
+                        got="another object in its place",
+                        fix="pass it to the call itself, and not by another function",
+                    )
             result = _with_each(_is_split, functools.partial(_merged, context), result)
         pairs = (*self._units, *self._copies.values())
         originals = {id(stand_in): node for node, stand_in in pairs}
@@ -277,7 +296,27 @@ def objects_split(
         return
     with _nnx("update_context"):
         call.split()
-        yield call
+        token = _given.set(call.references)
+        try:
+            yield call
+        finally:
+            _given.reset(token)
+
+
+def check_captured_references(captured: Sequence[Any]) -> None:
+    """Raise [T320] where the open call is given a mutable array that is closed over.
+
+    Args:
+      captured: The arrays that a program closes over.
+    """
+    given = _given.get()
+    for array in captured if given else ():
+        if any(array is reference for reference in given):
+            raise WriteBackError(
+                "a mutable array is closed over, and is given to the call as well",
+                got=str(jax.typeof(array)),
+                fix="pass it to the function as an argument alone",
+            )
 
 
 def _nnx(name: str, **options: Any) -> AbstractContextManager[Any]:
@@ -337,6 +376,11 @@ class WithObjects:
             return _result_split(context, result)
 
 
+def as_it_is(result: Any) -> Any:
+    """What puts objects into a result without any."""
+    return result
+
+
 def split_result(result: Any) -> tuple[Any, Callable[[Any], Any]]:
     """A result with arrays in place of the objects that the function created.
 
@@ -349,7 +393,7 @@ def split_result(result: Any) -> tuple[Any, Callable[[Any], Any]]:
     """
     if not holds_objects(result):
         check_references(jax.tree.leaves(result), ())
-        return result, lambda result: result
+        return result, as_it_is
     from flax import nnx
 
     with nnx.split_context() as context:

@@ -8,7 +8,7 @@ traced as zeros, and the function is traced once more with inputs for all parame
 the first trace. Neither trace allocates anything.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -88,6 +88,12 @@ class Scope:
     gradient_layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
     counts: dict[tuple[tuple[str, ...], str], int] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)  # above parameters, or some more
+
+    def forget_values(self) -> None:
+        """Drop the traced values that the trace recorded, which end with it."""
+        self.values = {}
+        self.layouts.clear()
+        self.gradient_layouts.clear()
 
     def value_of(self, name: str) -> Any:
         """The traced value of a declared parameter."""
@@ -412,13 +418,23 @@ def set_plan(plan: Plan) -> None:
         scope.plan = plan
 
 
-def plan_of(is_deterministic: bool) -> Plan:
-    """The current schedule, for a function whose numerics are deterministic or not."""
+def plan_of(
+    is_deterministic: bool, compiler_options: Sequence[tuple[str, bool | str]] = ()
+) -> Plan:
+    """The current schedule, for one function.
+
+    Args:
+      is_deterministic: Whether its numerics are.
+      compiler_options: Its own options of XLA, which come before those of the schedule.
+    """
     plan = current_plan()
+    if compiler_options:
+        every = dict(plan.compiler_options or ()) | dict(compiler_options)
+        plan = replace(plan, compiler_options=tuple(every.items()))
     return replace(plan, rounds_alike=True) if is_deterministic else plan
 
 
 def round_alike() -> None:
     """Let XLA round what the open step computes alike on every mesh."""
     if (scope := _open.get()) is not None:
-        scope.plan = plan_of(is_deterministic=True)
+        scope.plan = replace(scope.plan, rounds_alike=True)

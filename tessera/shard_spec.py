@@ -230,7 +230,9 @@ def axes_of_dims(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
       >>> axes_of_dims(PartitionSpec(("dp", "tp"), None), 3)
       (('dp', 'tp'), (), ())
     """
-    return tuple(_axis_names(entry) for entry in (*spec, *(None,) * (rank - len(spec))))
+    own = spec.partitions if isinstance(spec, PartitionSpec) else spec
+    entries = (*own, *(None,) * (rank - len(spec)))
+    return tuple(_axis_names(entry) for entry in entries)
 
 
 def spec_of_axes(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pytrees: their type, the names of their leaves, their arrays apart from the rest."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import jax
@@ -68,10 +69,12 @@ class Skeleton:
     Attributes:
       structure: JAX's tree definition of the whole tree.
       statics: The leaves that are no arrays, by position.
+      paths: The path of each leaf.
     """
 
     structure: Any
     statics: Mapping[int, Any]
+    paths: Sequence[Any] = ()
 
     @property
     def num_arrays(self) -> int:
@@ -80,10 +83,17 @@ class Skeleton:
 
     def combine(self, arrays: Iterable[Any]) -> Tree:
         """The tree with these arrays; more of them than it has are left out."""
-        rest, statics = iter(arrays), self.statics
-        count = self.structure.num_leaves
+        statics, count = self.statics, self.structure.num_leaves
+        if not statics:
+            return jax.tree.unflatten(self.structure, islice(arrays, count))
+        rest = iter(arrays)
         leaves = [statics[i] if i in statics else next(rest) for i in range(count)]
         return jax.tree.unflatten(self.structure, leaves)
+
+    def names(self, root: str) -> list[str]:
+        """The names of the arrays in a tree that is called ``root``."""
+        named = enumerate(self.paths)
+        return [path_name(path, root) for i, path in named if i not in self.statics]
 
 
 def partition(
@@ -101,7 +111,7 @@ def partition(
       >>> arrays, skeleton.combine([2.5])
       ([1.5], {'name': 'mlp', 'x': 2.5})
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-    statics = {i: leaf for i, leaf in enumerate(leaves) if not is_array(leaf)}
-    arrays = [leaf for i, leaf in enumerate(leaves) if i not in statics]
-    return arrays, Skeleton(structure, statics)
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    statics = {i: leaf for i, (_, leaf) in enumerate(found) if not is_array(leaf)}
+    arrays = [leaf for i, (_, leaf) in enumerate(found) if i not in statics]
+    return arrays, Skeleton(structure, statics, [path for path, _ in found])

@@ -11,7 +11,7 @@ import pytest
 import tessera as ts
 from tessera import op
 from tessera._jax_workarounds import CorrectJit, correct_options
-from tessera.compiler.lower.jit import compiler_options
+from tessera.compiler.lower.jit import options_of
 from tessera.mesh import Mesh
 from tessera.scope import Plan
 
@@ -62,9 +62,9 @@ def test_the_option_is_for_cpus_of_one_version_unless_the_user_sets_it(
 def test_an_option_of_the_step_holds(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     graph = ts.function(norms).trace(ROWS).graph
-    assert compiler_options(graph)[OPTION] != ""
+    assert options_of(graph)[OPTION] != ""
     mine = replace(graph, plan=Plan(compiler_options=((OPTION, ""),)))
-    assert compiler_options(mine) == {OPTION: ""}
+    assert options_of(mine) == {OPTION: ""}
 
 
 def test_a_part_of_a_traced_program_has_no_options_of_its_own():

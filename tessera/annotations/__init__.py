@@ -10,9 +10,14 @@ related:
 
 from tessera.annotations.binding import Binding as Binding
 from tessera.annotations.binding import bind as bind
+from tessera.annotations.binding import check_call as check_call
 from tessera.annotations.binding import checked as checked
 from tessera.annotations.calls import bind_call as bind_call
 from tessera.annotations.dims import Dim as Dim
 from tessera.annotations.hints import annotations_of as annotations_of
+from tessera.annotations.hints import hints_of as hints_of
+from tessera.annotations.signatures import argument_names as argument_names
+from tessera.annotations.signatures import own_signature as own_signature
+from tessera.annotations.signatures import signature_of as signature_of
 from tessera.annotations.tensor import Annotation as Annotation
 from tessera.annotations.tensor import Tensor as Tensor

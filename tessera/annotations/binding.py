@@ -16,11 +16,12 @@ import jax
 from tessera.annotations.calls import bind_call
 from tessera.annotations.hints import (
     annotation_of,
-    evaluated,
+    evaluated_or_none,
     hints_of,
     namespace_of,
     union_members,
 )
+from tessera.annotations.signatures import own_signature, signature_of
 from tessera.annotations.sizes import Constraint, solve
 from tessera.annotations.tensor import Annotation, is_array
 from tessera.dtypes import short_name
@@ -104,10 +105,14 @@ def bind(
       AnnotationError: [T315] an array does not have the rank or dtype of its
         annotation, a symbol has two sizes, or a value is not an array.
     """
+    check_call(function, len(args), kwargs, name=name)
     hints = hints_of(function)
     if not hints:
         return Binding(name)
-    bound = bind_call(inspect.signature(function), args, kwargs, name=name)
+    try:
+        bound = signature_of(function).bind(*args, **kwargs)
+    except TypeError:  # a wrapper calls the annotated function in another way
+        return Binding(name)
     values = tuple(
         annotated
         for path, hint, value in _hinted_arguments(bound, hints)
@@ -116,6 +121,22 @@ def bind(
     if check:
         _check(f"the arguments of {name!r} do not fit their annotations", values)
     return Binding(name, values, hints.get("return"), check)
+
+
+def check_call(
+    function: Callable[..., Any], count: int, keywords: Iterable[str], *, name: str
+) -> None:
+    """Raise [T301] where a function does not take such a call.
+
+    Args:
+      function: The function.
+      count: How many positional arguments the call has.
+      keywords: The names of its other arguments.
+      name: The function's name in messages, if it has none of its own.
+    """
+    called = getattr(function, "__name__", name)
+    named = dict.fromkeys(keywords)
+    bind_call(own_signature(function), [None] * count, named, name=called)
 
 
 def checked(
@@ -209,7 +230,7 @@ def _parts(hint: Any, value: Any) -> Iterator[tuple[Any, Any, Any]]:
             item = value.get(field) if isinstance(value, Mapping) else None
             item = getattr(value, field, item)
             if item is not None:
-                yield field, evaluated(inner, names), item
+                yield field, evaluated_or_none(inner, names), item
 
 
 def _fields(hint: type) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tessera.annotations.dims import dim_of
+from tessera.annotations.signatures import passes_calls_on
 from tessera.annotations.tensor import Annotation, TensorType
 from tessera.errors import AnnotationError, TesseraWarning
 
@@ -77,25 +78,32 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     names = namespace_of(annotated)
     hints: dict[str, Any] = {}
     for name, hint in raw.items():
-        try:
-            hints[name] = evaluated(hint, names)
-        except AnnotationError:
-            raise
-        except (NameError, AttributeError, TypeError, SyntaxError) as error:
-            if "Tensor" in str(hint):
-                warnings.warn(
-                    f"the annotation of {name!r} is not checked: {error}",
-                    TesseraWarning,
-                    stacklevel=2,
-                )
-    return hints
+        hints[name] = evaluated_or_none(hint, names, f"the annotation of {name!r}")
+    return {name: hint for name, hint in hints.items() if hint is not None}
 
 
-def evaluated(hint: Any, names: Mapping[str, Any]) -> Any:
-    """A hint with its strings, nested ones too, evaluated in a namespace."""
+def evaluated_or_none(
+    hint: Any, names: Mapping[str, Any], what: str = "an annotation"
+) -> Any:
+    """A hint with its strings, nested ones too, evaluated in a namespace.
+
+    None for one that cannot be evaluated there, such as a name that is imported for
+    type checkers only, or the alias of another library.
+
+    Warns:
+      TesseraWarning: Such a hint mentions tensors.
+    """
     holder: Any = types.SimpleNamespace(__annotations__={"hint": hint})
-    hints = typing.get_type_hints(holder, dict(names), include_extras=True)
-    return hints["hint"]
+    try:
+        return typing.get_type_hints(holder, dict(names), include_extras=True)["hint"]
+    except AnnotationError:
+        raise
+    except Exception as error:  # whatever the code of an annotation raises
+        if "Tensor" in str(hint):
+            warnings.warn(
+                f"{what} is not checked: {error}", TesseraWarning, stacklevel=2
+            )
+        return None
 
 
 def namespace_of(function: Any) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def namespace_of(function: Any) -> dict[str, Any]:
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function that has the annotations, or None if a wrapper changes shapes.
+    """The function that has the annotations, or None if a wrapper changes the call.
 
     ``jax.vmap`` copies the annotations of a function, but calls it with other shapes.
     """
@@ -125,6 +133,8 @@ def _unwrapped(function: Any) -> Any:
                 return None
             if not hasattr(function, "__wrapped__"):
                 return function
+            if not passes_calls_on(function):
+                return None
             function = function.__wrapped__
         elif _is_tessera_object(function) and hasattr(function, "__wrapped__"):
             function = function.__wrapped__

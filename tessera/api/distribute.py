@@ -8,11 +8,11 @@ as an SPMD region, ``pipeline_parallel`` as the stages of a pipeline.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from inspect import Parameter, signature
+from inspect import Parameter
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from tessera.annotations import annotations_of
+from tessera.annotations import annotations_of, signature_of
 from tessera.api.function import Function
 from tessera.api.pipeline import PipelineOfArguments
 from tessera.compiler.trace.arguments import as_names
@@ -277,7 +277,7 @@ def _declared_roles(
     body: Callable[..., Any], name: str, roles: Mapping[str, Names]
 ) -> dict[str, str]:
     """The declared roles of arguments, or of parts of them, by path."""
-    parameters = signature(body).parameters.values()
+    parameters = signature_of(body).parameters.values()
     arguments = [parameter.name for parameter in parameters]
     has_more = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
     declared: dict[str, str] = {}

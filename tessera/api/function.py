@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.function`` and ``ts.jit``: a Python function that runs as one compiled program.
+"""``Function``: a Python function that runs as one compiled program.
 
 A call looks for its program among those of the last calls, by the few leaves of the
 arguments that distinguish them. Only if there is none that fits, it compares the whole
@@ -8,7 +8,6 @@ function is part of that function's program.
 """
 
 import functools
-import inspect
 import sys
 import warnings
 import weakref
@@ -20,18 +19,21 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 
 from tessera import _jax, _jax_traces, scope
-from tessera.annotations import checked
+from tessera._jax_lines import without_own_frames
+from tessera.annotations import argument_names, checked, signature_of
 from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
+from tessera.api.jit_options import StaticArguments
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
-from tessera.compiler.lower.jit import jitted, returns_list, without_padding
-from tessera.compiler.pass_runner import check_names, is_deterministic
+from tessera.compiler.lower.jit import jitted, without_padding
+from tessera.compiler.pass_runner import check_names
 from tessera.compiler.trace.arguments import (
     Call,
     ProgramMismatch,
     changed_statics,
+    flatten_args,
+    values_of,
 )
-from tessera.compiler.trace.call_signature import CallSignature
 from tessera.compiler.trace.declared_layouts import Options
 from tessera.compiler.trace.inlining import inline
 from tessera.compiler.trace.program_lookup import ProgramLookup
@@ -42,16 +44,16 @@ from tessera.errors import (
     SettingConflictError,
     TesseraWarning,
 )
-from tessera.mesh import Mesh
 from tessera.object_arguments import (
     WithObjects,
     changes_explained,
     changes_in_place,
+    check_captured_references,
     objects_split,
 )
 from tessera.shard import DistTensor
 
-__all__ = ["Function", "function", "last_run"]
+__all__ = ["Function", "last_run"]
 
 _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -65,9 +67,10 @@ _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
 class Function:
     """A function that Tessera traces, compiles and runs.
 
-    Arrays among the arguments are traced; Python scalars, strings, callables and other
-    values are static, and another value is another program. ``trace``, ``lower`` and
-    ``compile`` stop at a stage. See ``function`` for the options.
+    Arrays among the arguments are traced. What else is there is static: Python scalars,
+    strings, callables and other values are part of the program, another value is
+    another program, and a result that is one of them is the value itself. ``trace``,
+    ``lower`` and ``compile`` stop at a stage. See ``function`` for the options.
     """
 
     def __init__(
@@ -75,16 +78,16 @@ class Function:
         body: Callable[..., Any],
         options: Options,
         skip_passes: Collection[str] = (),
+        static: StaticArguments | None = None,
     ) -> None:
         check_names(skip_passes)
         functools.update_wrapper(self, body)
         self.body = body
         self.options = options
         self.skip_passes = tuple(skip_passes)
-        signature = inspect.signature(body)
-        options.check_names(signature)
-        name = getattr(body, "__name__", options.name)
-        self._calls = CallSignature(signature, name)
+        self._signature = signature_of(body)
+        options.check_names(self._signature)
+        self._static = static if static is not None and static.names else None
         self._programs: dict[Any, Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: Program | None = None
@@ -98,33 +101,20 @@ class Function:
         """Run on arrays; inside another traced function, become part of it."""
         if scope.current() is not None:
             return self._inside(args, kwargs)
-        if self._takes_objects:
-            return self._with_objects(self._run_any, args, kwargs)
-        return self._run_any(args, kwargs)
-
-    def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a program, or become part of one that JAX traces."""
-        if _jax_traces.jit_is_disabled():
-            return self._run_eagerly(args, kwargs)
-        if _jax_traces.is_tracing():
-            return self._with_objects(self._inline, args, kwargs)
         try:
-            return self._run_compiled(args, kwargs)
-        except _jax_traces.InternalFloatingPointError as error:
-            raise self._where_not_finite(error, args, kwargs) from None
+            if self._static is not None:
+                args, kwargs = self._static.marked(args, kwargs)
+            if self._takes_objects:
+                return self._with_objects(self._run_any, args, kwargs)
+            return self._run_any(args, kwargs)
+        except Exception as error:
+            raise without_own_frames(error)  # noqa: B904 - it is the same error
 
-    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self._kinds:
-            return self._run_new(args, kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        kind = self._kinds.find(context_key(), tree, leaves)
-        if kind is not None:
-            try:
-                kind.roles.check(leaves)
-                return self._run(kind, kind.roles.arrays_of(leaves), args, kwargs)
-            except ProgramMismatch:
-                pass
-        return self._run_new(args, kwargs)
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """A function in a class is a method of its instances."""
+        return self if instance is None else MethodType(self, instance)
+
+    # --- the stages of a call that is not made
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace for these arguments, or ``jax.ShapeDtypeStruct`` s."""
@@ -141,6 +131,10 @@ class Function:
         """
         return self._on_call(self._program, args, kwargs).compiled
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of such a call with arrays as ``jax.ShapeDtypeStruct`` s."""
+        return jax.eval_shape(functools.partial(self, *args, **kwargs))
+
     def num_programs(self) -> int:
         """How many programs were compiled for calls so far."""
         return len({id(program.compiled) for program in self._programs.values()})
@@ -150,9 +144,55 @@ class Function:
         """The program that served the last call."""
         return self._recent.compiled if self._recent else None
 
-    def _parameters(self, traced: Traced) -> tuple[Any, ...]:
-        """The arrays of the parameter inputs of a program."""
-        return tuple(tensor.stored() for tensor in traced.origin.parameters.values())
+    def clear_cache(self) -> None:
+        """Forget all programs; the next call traces and compiles again."""
+        self._programs.clear()
+        self._inlined.clear()
+        self._kinds = ProgramLookup(QUICK_CALLS)
+        self._recent = None
+
+    # --- calls on arrays
+
+    def _run_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program, or become part of one that JAX traces."""
+        if _jax_traces.jit_is_disabled():
+            return self._run_eagerly(args, kwargs)
+        if _jax_traces.is_tracing():
+            return self._with_objects(self._under_jax, args, kwargs)
+        try:
+            return self._run_compiled(args, kwargs)
+        except _jax_traces.InternalFloatingPointError as error:
+            raise self._where_not_finite(error, args, kwargs) from None
+        except _jax_traces.InvalidInputException:
+            self._flatten(args, kwargs).check_values()
+            raise
+
+    def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._kinds:
+            return self._run_new(args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        kind = self._kinds.find(context_key(), tree, leaves)
+        if kind is not None:
+            try:
+                kind.roles.check(leaves)
+                return self._run(kind, kind.roles.arrays_of(leaves), args, kwargs)
+            except ProgramMismatch:
+                pass
+        return self._run_new(args, kwargs)
+
+    def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if changes_in_place((args, kwargs)):
+            self._takes_objects = True
+            return self._with_objects(self._run_any, args, kwargs)
+        call, context = self._flatten(args, kwargs), context_key()
+        program = self._program(call, to_run=True)
+        kind = CallKind.of(program, call)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = kind.roles.arrays_of(leaves)
+        program.compiled.dispatch.accept(arrays)
+        self._kinds.add(context, tree, leaves, kind)
+        self._recent = program
+        return self._run(kind, arrays, args, kwargs)
 
     def _run(
         self,
@@ -164,53 +204,59 @@ class Function:
         """Run the program of one kind of calls; ``ProgramMismatch`` for another."""
         program, compiled = kind.program, kind.program.compiled
         traced = compiled.traced
-        values: Sequence[Any] = ()
-        if kind.writes:
-            values = kind.pattern.values(args, kwargs)
-            check_no_alias(traced.origin.writes, values)
+        values = values_of(args, kwargs) if kind.writes else ()
         _ran.append(self._weak)
         parameters = self._parameters(traced) if traced.origin.parameters else ()
-        returned = compiled.dispatch(arrays, parameters, compiled.captured)
+        result = compiled.run(arrays, parameters, values)
         self._recent = program
-        if kind.returns_result:
-            return returned
-        outputs = compiled.stored(returned)
-        if not kind.writes:
-            return traced.result(outputs)
-        return self._finished(traced, outputs, values)
+        return result
 
-    def _finished(self, traced: Traced, outputs: Any, values: Sequence[Any]) -> Any:
-        """The function's result, once its writes have reached the arguments."""
-        origin = traced.origin
-        write_back(origin.writes, origin.written(outputs), values)
-        return traced.result(outputs)
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        return flatten_args(argument_names(self._signature, len(args)), args, kwargs)
 
-    def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if changes_in_place((args, kwargs)):
-            self._takes_objects = True
-            return self._with_objects(self._run_any, args, kwargs)
-        call, context = self._calls.flatten(args, kwargs), context_key()
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        program = self._program(call, to_run=True)
-        pattern = self._calls.pattern(args, kwargs)
-        kind = CallKind.of(program, pattern, call, tree)
-        arrays = kind.roles.arrays_of(leaves)
-        program.compiled.dispatch.accept(arrays)
-        self._kinds.add(context, tree, leaves, kind)
-        self._recent = program
-        return self._run(kind, arrays, args, kwargs)
+    def _parameters(self, traced: Traced) -> tuple[Any, ...]:
+        """The arrays of the parameter inputs of a program."""
+        return tuple(tensor.stored() for tensor in traced.origin.parameters.values())
+
+    def _program(self, call: Call, *, to_run: bool = False) -> Program:
+        """The program of a call, compiled unless an equal call has one."""
+        key = self._key(call)
+        if key not in self._programs:
+            traced = self._trace(call)
+            if to_run:
+                traced.require_devices()
+            placed = self._key(traced.call_as_placed())
+            program = self._programs.get(placed)
+            compiled = program.compiled if program else traced.lower().compile()
+            new = Program(traced.call, compiled)
+            # Another thread may have compiled this program in the meantime.
+            if self._programs.setdefault(key, new) is new:
+                self._programs.setdefault(placed, new)
+                self._warn_of_recompiles(call)
+        return self._programs[key]
+
+    def _trace(self, call: Call) -> Traced:
+        call = call.abstract()
+        body, options = self._for_objects(call)
+        with changes_explained():
+            return Traced(call, trace(body, call, options), self.skip_passes)
+
+    def _key(self, call: Call) -> Any:
+        return (context_key(), call.key())
+
+    # --- calls that run operation by operation
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
             return self._with_objects(self._run_eagerly, args, kwargs)
-        eager, values = self._eager(args, kwargs), self._calls.values(args, kwargs)
+        eager, values = self._eager(args, kwargs), values_of(args, kwargs)
         check_no_alias(eager.writes, values)
         write_back(eager.writes, eager.written, values)
         return eager.result
 
     def _eager(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EagerResult:
         """Run the function operation by operation."""
-        call = self._calls.flatten(args, kwargs)
+        call = self._flatten(args, kwargs)
         body, options = self._for_objects(call)
         with changes_explained():
             return run_eagerly(body, call, options, self._parameter)
@@ -234,22 +280,7 @@ class Function:
         del name
         return declared.materialize()
 
-    def _program(self, call: Call, *, to_run: bool = False) -> Program:
-        """The program of a call, compiled unless an equal call has one."""
-        key = self._key(call)
-        if key not in self._programs:
-            traced = self._trace(call)
-            if to_run:
-                traced.require_devices()
-            placed = self._key(traced.call_as_placed())
-            program = self._programs.get(placed)
-            compiled = program.compiled if program else traced.lower().compile()
-            new = Program(traced.call, compiled)
-            # Another thread may have compiled this program in the meantime.
-            if self._programs.setdefault(key, new) is new:
-                self._programs.setdefault(placed, new)
-                self._warn_of_recompiles(call)
-        return self._programs[key]
+    # --- calls in another function
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
@@ -263,10 +294,48 @@ class Function:
         return self._with_objects(self._inside_laid_out, args, kwargs)
 
     def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = self._calls.flatten(args, kwargs)
-        values = self._calls.values(args, kwargs)
+        call = self._flatten(args, kwargs)
         body = self._body_with_objects if call.has_objects else self.body
+        values = values_of(args, kwargs)
         return inline(scope.resolve_callee(body), call, self.options, values)
+
+    def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Become part of what JAX, not Tessera, is tracing or transforming."""
+        self._refuse_deterministic("a program that JAX compiles")
+        call = self._flatten(args, kwargs)
+        key = self._key(call)
+        if key in self._inlined:
+            traced, program = self._inlined[key]
+        else:
+            traced = self._trace(call)
+            program = jitted(
+                traced.origin,
+                traced.graph,
+                traced.call,
+                inline=self.options.is_inlined,
+            )
+            if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
+                self._inlined[key] = traced, program  # else valid for this trace only
+        parts = [argument.own_part() for argument in call.arguments]
+        captured = traced.graph.captured
+        check_captured_references(captured)
+        returned = program(*parts, self._parameters(traced), captured)
+        pairs = zip(traced.graph.outputs, returned, strict=True)
+        outputs = [without_padding(traced.graph, *pair) for pair in pairs]
+        origin, values = traced.origin, values_of(args, kwargs)
+        write_back(origin.writes, origin.written(outputs), values)
+        return origin.unflatten(outputs)
+
+    def _refuse_deterministic(self, where: str) -> None:
+        if self.options.is_deterministic:
+            raise SettingConflictError(
+                f"a deterministic function is called inside {where}",
+                got=f"{self.options.name!r}",
+                fix="compile what calls it with "
+                "ts.function(..., numerics='deterministic')",
+            )
+
+    # --- calls with objects
 
     def _with_objects(
         self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -282,57 +351,16 @@ class Function:
         kwargs: Mapping[str, Any],
     ) -> _Result:
         """The result of a phase for a call that is not made."""
+        if self._static is not None:
+            args, kwargs = self._static.marked(args, kwargs)
         with objects_split(args, kwargs) as call:
-            return stage(self._calls.flatten(call.args, call.kwargs))
-
-    def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Become part of a program that JAX, not Tessera, is tracing."""
-        self._refuse_deterministic("a program that JAX compiles")
-        call = self._calls.flatten(args, kwargs)
-        key = self._key(call)
-        if key in self._inlined:
-            traced, program = self._inlined[key]
-        else:
-            traced = self._trace(call)
-            program = jitted(traced.origin, traced.graph, traced.call)
-            if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
-                self._inlined[key] = traced, program  # else valid for this trace only
-        parts = [argument.own_part() for argument in call.arguments]
-        outputs = program(*parts, self._parameters(traced), traced.graph.captured)
-        if returns_list(traced.origin, traced.graph):
-            values = zip(traced.graph.outputs, outputs, strict=True)
-            outputs = [without_padding(traced.graph, *pair) for pair in values]
-        if not traced.origin.writes:
-            return traced.result(outputs)
-        return self._finished(traced, outputs, self._calls.values(args, kwargs))
-
-    def _refuse_deterministic(self, where: str) -> None:
-        if self.options.is_deterministic:
-            raise SettingConflictError(
-                f"a deterministic function is called inside {where}",
-                got=f"{self.options.name!r}",
-                fix="compile what calls it with "
-                "ts.function(..., numerics='deterministic')",
-            )
-
-    def _trace(self, call: Call) -> Traced:
-        call = call.abstract()
-        body, options = self._for_objects(call)
-        with changes_explained():
-            return Traced(call, trace(body, call, options), self.skip_passes)
+            return stage(self._flatten(call.args, call.kwargs))
 
     def _for_objects(self, call: Call) -> tuple[Callable[..., Any], Options]:
         """The body and the options for a call, in which there may be objects."""
         if not call.has_objects:
             return self.body, self.options
         return self._body_with_objects, self.options.for_objects(call)
-
-    def _key(self, call: Call) -> Any:
-        return (context_key(), call.key())
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """A function in a class is a method of its instances."""
-        return self if instance is None else MethodType(self, instance)
 
     def _warn_of_recompiles(self, call: Call) -> None:
         if self._recent is None:
@@ -362,79 +390,3 @@ def last_run() -> Compiled | None:
     """The program that began to run last; None before the first call of any."""
     function = _ran[-1]() if _ran else None
     return None if function is None else function.last
-
-
-def function(
-    body: Callable[..., Any] | None = None,
-    *,
-    mesh: Mesh | None = None,
-    in_specs: Mapping[str, Any] | None = None,
-    out_specs: Any = None,
-    donate: Sequence[str] = (),
-    skip_passes: Collection[str] = (),
-    numerics: str = "fast",
-) -> Any:
-    """Compile a function written for one device for the mesh that it is used on.
-
-    Args:
-      body: The function; leave it out to use the options as a decorator.
-      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
-        the arguments live on, or the default device.
-      in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
-        tree of them that is a prefix of the argument. Arguments without one keep the
-        layout that they come with; without that they are replicated.
-      out_specs: Layouts of the result, in the same form. The partitioner decides where
-        none is given.
-      donate: Names of arguments whose memory the results may take over.
-      skip_passes: Names of passes to leave out. Inside another traced function this
-        one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
-      numerics: ``fast``, or ``deterministic``: the results have the same bits on every
-        mesh. Layouts then split only what is stored: every device gathers the inputs,
-        computes the whole function as if alone, and keeps its blocks of the results,
-        which are whole where no layout is declared. So it takes as long as on one
-        device. It does not hold under ``jax.disable_jit``.
-
-    Returns:
-      A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
-
-    Raises:
-      UnknownPassError: [T307] there is no such pass.
-      SpecFormError: [T204] a layout is declared for an argument that does not exist.
-      SettingValueError: [T502] there are no such numerics.
-      SettingConflictError: [T507] numerics are deterministic, and the pass
-        ``compute_whole`` is skipped; or (in the first call) the function divides a
-        computation over a mesh itself.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> @function
-      ... def scaled_sum(x, factor):
-      ...     return jnp.sum(x) * factor
-      >>> print(scaled_sum(jnp.arange(4.0), 2))
-      12.0
-    """
-    if body is None:
-        return functools.partial(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            donate=donate,
-            skip_passes=skip_passes,
-            numerics=numerics,
-        )
-    deterministic, strategy = is_deterministic(numerics, skip_passes), None
-    if isinstance(body, Function):
-        strategy, mesh = body.options.strategy, mesh or body.options.mesh
-        deterministic = deterministic or body.options.is_deterministic
-        body = body.body
-    options = Options(
-        name=getattr(body, "__name__", type(body).__name__),
-        strategy=strategy,
-        mesh=mesh,
-        in_specs=dict(in_specs or {}),
-        out_specs=out_specs,
-        donate=frozenset(donate),
-        is_deterministic=deterministic,
-    )
-    return Function(body, options, skip_passes)

@@ -7,7 +7,6 @@ microbatches, in the order of a schedule, together with the backward of the loss
 """
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera import scope
+from tessera.annotations import argument_names, signature_of
 from tessera.api.training_step import Stage, Step
 from tessera.compiler.pipelining.named_schedules import schedule as schedule_of
 from tessera.compiler.pipelining.pipeline_call import SplitCall, bind_unsplit
@@ -331,11 +331,7 @@ class _ArrayFunction:
         self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self._body = body
-        names = [
-            parameter.name
-            for parameter in inspect.signature(body).parameters.values()
-            if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
-        ]
+        names = argument_names(signature_of(body), len(args))
         arguments = (tuple(args), dict(kwargs))
         arrays, self._rest = partition(arguments, is_number)
         self.arrays = list(map(jnp.asarray, arrays))
@@ -371,11 +367,7 @@ class _ArrayFunction:
 def _path(names: Sequence[str], path: tuple[Any, ...]) -> str:
     """The name of an array of the arguments, from its path in ``(args, kwargs)``."""
     kind, first, *inner = path
-    if kind.idx == 0:
-        number = first.idx
-        label = names[number] if number < len(names) else f"args[{number}]"
-    else:
-        label = first.key
+    label = names[first.idx] if kind.idx == 0 else first.key
     rest = jax.tree_util.keystr(tuple(inner), simple=True, separator="/")
     return f"{label}/{rest}" if rest else label
 

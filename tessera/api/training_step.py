@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tessera import scope
+from tessera.annotations import check_call
 from tessera.api.function import Function
 from tessera.compiler.compile_stages import Traced
 from tessera.compiler.ir import Role
@@ -239,6 +240,7 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
     def decorate(body: Callable[..., Any]) -> Stage:
         @functools.wraps(body)
         def named(*args: Any, **kwargs: Any) -> Any:
+            check_call(body, len(args), kwargs, name=name)
             with scope.named(name):
                 results = scope.resolve_callee(body)(*args, **kwargs)
                 return scope.mark_stage_end(name, results)

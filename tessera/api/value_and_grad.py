@@ -7,7 +7,6 @@ step's passes instead, as ``ts.grad`` is. Outside of steps it is a ``ts.function
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import copy_p
 
 from tessera import _jax, scope
+from tessera.annotations import argument_names, check_call, signature_of
 from tessera.api.function import Function
 from tessera.compiler.differentiation import differentiated
 from tessera.compiler.gradient_primitive import grad, gradient_taken_p
@@ -90,9 +90,12 @@ def value_and_grad(
         allow_unused=allow_unused,
     )
 
+    name = getattr(function, "__name__", type(function).__name__)
+
     @functools.wraps(function)
     def with_gradient(*args: Any, **kwargs: Any) -> Any:
         here = scope.current()
+        check_call(function, len(args), kwargs, name=name)
         if here is None:
             args, kwargs = request.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
@@ -108,7 +111,6 @@ def value_and_grad(
         gradient_taken_p.bind(request.loss(result), *request.weights(args, kwargs))
         return result, gradients
 
-    name = getattr(function, "__name__", type(function).__name__)
     compiled = Function(with_gradient, Options(name=f"value_and_grad_{name}"))
     return with_gradient
 
@@ -169,7 +171,8 @@ class _GradientRequest:
 
     def _keys(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:
         """The arguments to differentiate by, as positions or names of a call."""
-        names = list(inspect.signature(self.function).parameters)
+        signature = signature_of(self.function)
+        names = argument_names(signature, len(signature.parameters))
         keys: list[Which] = []
         for which in self.which:
             is_position = isinstance(which, int)

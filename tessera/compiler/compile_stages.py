@@ -5,29 +5,42 @@
 ``.compile()`` gives ``Compiled``. Each has ``as_text()``.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import jax
 import numpy as np
 
+from tessera import _jax
 from tessera.analysis.memory import Memory, memory
 from tessera.compiler.ir import Graph, Role
 from tessera.compiler.lower.dispatch import Dispatch
 from tessera.compiler.lower.jit import (
     check_layouts,
     compile_lowered,
+    jitted,
     lower,
-    returns_list,
 )
 from tessera.compiler.lower.stage_collectives import check_stages
 from tessera.compiler.pass_runner import PassRecord, check_names, run_passes
-from tessera.compiler.trace.arguments import Call
+from tessera.compiler.trace.arguments import (
+    Call,
+    check_same_types,
+    flatten_args,
+    values_of,
+)
 from tessera.compiler.trace.tracer import Trace
+from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import DeviceMemoryError, OutsideTraceError
 from tessera.mesh import Mesh
+from tessera.object_arguments import (
+    as_it_is,
+    check_captured_references,
+    objects_split,
+)
 from tessera.scope import alone_on, transforming
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
@@ -82,7 +95,15 @@ class Traced:
         return self.passes[index].diff(self.passes[index - 1].graph)
 
     def require_devices(self) -> None:
-        """Raise [T105] where the step's mesh has devices that this machine lacks."""
+        """Check that the program can run here.
+
+        Raises:
+          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+          jax.errors.UnexpectedTracerError: It closes over a value of an ended trace.
+        """
+        for array in self.origin.graph.captured:
+            if isinstance(array, _jax.Tracer):
+                raise _jax.escaped_tracer_error(array)
         if self.origin.graph.mesh is not None:
             self.origin.graph.mesh.jax  # noqa: B018 - raises
 
@@ -94,18 +115,74 @@ class Traced:
         inputs = self.origin.graph.inputs[: len(self.call.leaves)]
         return self.call.laid_out([self.origin.graph.sharding(v) for v in inputs])
 
-    def result(self, returned: Any) -> Any:
-        """The function's result from what ``Compiled.outputs`` gives."""
-        return self.origin.unflatten(returned) if self.returns_list else returned
+    @property
+    def jaxpr(self) -> Any:
+        """The function as it was traced, as a jaxpr of its arrays."""
+        return self.origin.graph.program
 
-    @cached_property
-    def returns_list(self) -> bool:
-        """Whether the program returns a list, and not the function's result."""
-        return returns_list(self.origin, self.graph)
+    @property
+    def fun_name(self) -> str:
+        """The name of the function."""
+        return self.origin.graph.name
 
-    def lower(self) -> "Lowered":
-        """Run the passes and lower the result to ``jax.jit``."""
-        return Lowered(self, lower(self.origin, self.graph, self.call))
+    @property
+    def in_avals(self) -> Any:
+        """``(args, kwargs)``, with the type of each array."""
+        return self.call.rebuilt([jax.typeof(leaf.aval) for leaf in self.call.leaves])
+
+    @property
+    def out_info(self) -> Any:
+        """The result, with a ``jax.ShapeDtypeStruct`` for each array."""
+        avals = [_jax.struct(value.aval) for value in self.origin.graph.outputs]
+        return self.origin.unflatten(avals)
+
+    def lower(
+        self,
+        *,
+        lowering_platforms: tuple[str, ...] | None = None,
+        _private_parameters: Any = None,
+    ) -> Any:
+        """Run the passes and lower the result to ``jax.jit``.
+
+        Args:
+          lowering_platforms: Platforms to lower for, as ``jax.export`` does; the
+            result is that of ``jax.jit``, and cannot be compiled to run here.
+
+        Returns:
+          A ``Lowered``.
+
+        Raises:
+          OutsideTraceError: [T302] it is lowered for ``jax.export``, and there are
+            parameters of a step or arguments that are no arrays.
+        """
+        if lowering_platforms is None and _private_parameters is None:
+            return Lowered(self, lower(self.origin, self.graph, self.call))
+        return self._of_arrays().lower(
+            lowering_platforms=lowering_platforms,
+            _private_parameters=_private_parameters,
+        )
+
+    def _of_arrays(self) -> jax.stages.Traced:
+        """The function as ``jax.jit`` of its own arguments, all of them arrays."""
+        if self.origin.parameters or any(a.statics for a in self.call.arguments):
+            raise OutsideTraceError(
+                f"{self.fun_name!r} is not a function of arrays alone",
+                got="parameters of a step, or arguments that are no arrays",
+                fix="export a function that closes over what is no array",
+            )
+        program = jitted(self.origin, self.graph, self.call)
+        counts = [len(argument.leaves) for argument in self.call.arguments]
+
+        def of_arrays(*args: Any, **kwargs: Any) -> Any:
+            rest = iter(jax.tree.leaves((args, kwargs)))
+            parts = [list(islice(rest, count)) for count in counts]
+            outputs = program(*parts, (), self.graph.captured)
+            return self.origin.unflatten(outputs)
+
+        of_arrays.__name__ = self.fun_name
+        types = [_jax.struct(leaf.aval) for leaf in self.call.leaves]
+        args, kwargs = self.call.rebuilt(types)
+        return jax.jit(of_arrays).trace(*args, **kwargs)
 
 
 def _refuse_tensor(tensor: DistTensor) -> NoReturn:
@@ -123,12 +200,42 @@ class Lowered:
     traced: Traced
     jax: jax.stages.Lowered
 
-    def as_text(self) -> str:
-        """The StableHLO module."""
-        return self.jax.as_text()
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The StableHLO module, or that of another dialect: ``hlo``."""
+        return self.jax.as_text(dialect, debug_info=debug_info)
 
-    def compile(self) -> "Compiled":
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The module as an object of JAX's compiler interface."""
+        return self.jax.compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """What XLA estimates of the module before it is compiled."""
+        return self.jax.cost_analysis()
+
+    @property
+    def args_info(self) -> Any:
+        """``(args, kwargs)`` with a ``jax.stages.ArgInfo`` for each array."""
+        call, donated = self.traced.call, self.traced.origin.donated
+        return call.rebuilt(
+            [
+                jax.stages.ArgInfo(_jax.struct(leaf.aval), argument.name in donated)
+                for argument in call.arguments
+                for leaf in argument.leaves
+            ]
+        )
+
+    @property
+    def out_info(self) -> Any:
+        """The result, with a ``jax.ShapeDtypeStruct`` for each array."""
+        return self.traced.out_info
+
+    def compile(
+        self, compiler_options: Mapping[str, bool | str] | None = None
+    ) -> "Compiled":
         """Compile it, and check the layouts that XLA chose.
+
+        Args:
+          compiler_options: Options of XLA for this program, by name.
 
         Raises:
           LayoutMismatchError: [T205] a compiled layout is not the declared one.
@@ -137,7 +244,7 @@ class Lowered:
         """
         graph = self.traced.graph
         try:
-            compiled = compile_lowered(graph, self.jax)
+            compiled = compile_lowered(graph, self.jax, compiler_options or {})
         except jax.errors.JaxRuntimeError as error:
             if graph.mesh is None or graph.mesh.target is None:
                 raise
@@ -216,22 +323,11 @@ class Compiled:
         inputs = [value for value in graph.inputs if value.role is Role.CAPTURED]
         return tuple(
             array
-            if (sharding := graph.sharding(value)) is None
+            if (sharding := graph.sharding(value)) is None or isinstance(array, jax.Ref)
             # Once, not at every call.
             else jax.device_put(array, sharding)
             for value, array in zip(inputs, graph.captured, strict=True)
         )
-
-    def outputs(self, *parts: Any) -> Any:
-        """Run it on the parts that ``lower`` describes; gives what it returns.
-
-        Results that devices store padded are tensors, the others arrays.
-
-        Raises:
-          AbstractMeshError: [T105] its mesh has devices that this machine lacks.
-        """
-        self.traced.require_devices()
-        return self.stored(self.jax(*parts))
 
     @cached_property
     def dispatch(self) -> Dispatch:
@@ -246,11 +342,6 @@ class Compiled:
         return Dispatch(
             self.jax, num_arrays, len(origin.parameters), len(self.captured)
         )
-
-    @property
-    def returns_result(self) -> bool:
-        """Whether the program returns the function's result itself."""
-        return not self._padded and not self.traced.returns_list
 
     def stored(self, returned: Any) -> Any:
         """What the program returns, with tensors for results that are stored padded."""
@@ -273,10 +364,89 @@ class Compiled:
         every = enumerate(graph.outputs)
         return frozenset(index for index, value in every if graph.is_padded(value))
 
-    def __call__(self, *parts: Any) -> Any:
-        """Run it on the parts that ``lower`` describes; gives the function's result.
+    def run(
+        self, arrays: list[Any], parameters: tuple[Any, ...], values: Sequence[Any]
+    ) -> Any:
+        """The function's result; what it assigns into its arguments is there, too.
+
+        Args:
+          arrays: Of the arguments, in order.
+          parameters: The arrays of its parameters.
+          values: The arguments themselves.
+
+        Raises:
+          ProgramMismatch: It was not compiled for such arrays; nothing has run.
+        """
+        if self._unflatten is not None:
+            return self._unflatten(self.dispatch(arrays, parameters, self.captured))
+        origin = self.traced.origin
+        check_no_alias(origin.writes, values)
+        check_captured_references(self.captured)
+        outputs = self.stored(self.dispatch(arrays, parameters, self.captured))
+        write_back(origin.writes, origin.written(outputs), values)
+        return origin.unflatten(outputs)
+
+    @cached_property
+    def _unflatten(self) -> Callable[[Sequence[Any]], Any] | None:
+        """Makes the result of what the program returns, if there is no more to do."""
+        origin = self.traced.origin
+        has_objects = origin.restore is not as_it_is
+        is_changed = origin.writes or origin.result.statics or has_objects
+        has_references = any(isinstance(array, jax.Ref) for array in self.captured)
+        if is_changed or self._padded or has_references:
+            return None
+        return origin.result.structure.unflatten
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it for such arguments as it was compiled for.
 
         Raises:
           AbstractMeshError: [T105] its mesh has devices that this machine lacks.
+          ArgumentError: [T301] it was compiled for other arguments.
+          OutsideTraceError: [T302] it has parameters, which the step holds.
         """
-        return self.traced.result(self.outputs(*parts))
+        origin, expected = self.traced.origin, self.traced.call
+        if origin.parameters:
+            raise OutsideTraceError(
+                f"the program of step {self.traced.fun_name!r} is called without it",
+                got="a Compiled, which does not have the step's parameters",
+                fix="call the step itself: it finds the program",
+            )
+        with objects_split(args, kwargs) as split:
+            names = [argument.name for argument in expected.arguments]
+            count = len(split.args)
+            names = [*names[:count], *["args"] * (count - len(names))]
+            call = flatten_args(names, split.args, split.kwargs)
+            check_same_types(expected, call)
+            arrays = [leaf.value for leaf in call.leaves]
+            values = values_of(split.args, split.kwargs)
+            self.dispatch.accept(arrays)
+            return split.finish(self.run(arrays, (), values))
+
+    def cost_analysis(self) -> Any:
+        """What XLA estimates of the program."""
+        return self.jax.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """What XLA says of the program's memory; see ``memory``."""
+        return self.jax.memory_analysis()
+
+    @property
+    def input_shardings(self) -> Any:
+        """``(args, kwargs)``, with the layout of each array; None for an unused one."""
+        found = self.jax.in_tree.flatten_up_to(self.jax.input_shardings)
+        return self.traced.call.rebuilt(found[: len(self.traced.call.leaves)])
+
+    @property
+    def output_shardings(self) -> Any:
+        """The result, with the layout of each array."""
+        return self.traced.origin.unflatten(self.jax.output_shardings)
+
+    @property
+    def out_info(self) -> Any:
+        """The result, with a ``jax.ShapeDtypeStruct`` for each array."""
+        return self.traced.out_info
+
+    def runtime_executable(self) -> Any:
+        """The executable of JAX's runtime."""
+        return self.jax.runtime_executable()

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import casts, scope
 from tessera._jax_recording import Recording, register_eager_rule
-from tessera.annotations import bind
 from tessera.compiler.gradient_primitive import (
     gradient_p,
     unconnected_error,
@@ -30,6 +29,7 @@ from tessera.compiler.trace.declared_layouts import (
     Options,
     argument_values,
     is_number,
+    output_test,
     output_values,
 )
 from tessera.compiler.trace.mesh_inference import common_mesh
@@ -108,7 +108,7 @@ def run_eagerly(
     """
     enable_torch_transpose()
     casts.check_autocast_of_programs(casts.current_autocast())
-    binding = bind(function, call.args, call.kwargs, name=options.name)
+    binding = call.bound_to(function, options.name)
     graph = None if options.strategy is None else _traced(function, call, options)
     if graph is not None:
         mesh, values = graph.mesh, graph.inputs[: len(call.leaves)]
@@ -118,7 +118,7 @@ def run_eagerly(
     recording = Recording()
     here = _EagerScope(
         mesh=mesh,
-        plan=scope.plan_of(is_deterministic=options.is_deterministic),
+        plan=scope.plan_of(options.is_deterministic),
         is_eager=True,
         recording=recording,
         provide=provide,
@@ -137,7 +137,8 @@ def run_eagerly(
         result, restore = split_result(function(*args, **kwargs))
         leaves, tree = jax.tree.flatten(result)
         writes, written = watch.changes()
-        leaves = [jnp.asarray(leaf) if is_number(leaf) else leaf for leaf in leaves]
+        is_output = output_test(call)
+        leaves = [jnp.asarray(leaf) if is_output(leaf) else leaf for leaf in leaves]
         written = [jnp.asarray(array) for array in written]
     recording.is_open = False
     result = jax.tree.unflatten(tree, list(map(recording.concrete, leaves)))

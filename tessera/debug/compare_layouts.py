@@ -65,7 +65,7 @@ def compare_layouts(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from tessera.api.function import function
+      >>> from tessera.api.jit import function
       >>> @function
       ... def step(x):
       ...     return jnp.sum(jnp.sin(x))

@@ -2,7 +2,6 @@
 """Runs a step on a mesh of one's choice, for the intermediate values inside it."""
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from tessera import _jax
+from tessera.annotations import argument_names, signature_of
 from tessera.api.function import Function
 from tessera.api.training_step import Step
 from tessera.compiler.compile_stages import Compiled, Traced
@@ -29,7 +29,6 @@ from tessera.mesh import Mesh
 from tessera.object_arguments import objects_split
 from tessera.shard import DistTensor, ShardSpec
 from tessera.shard_spec import axes_of_dims
-from tessera.tree import Skeleton
 
 MAX_BYTES: Final = 2**28
 
@@ -66,7 +65,10 @@ class MeshRun:
             traced.require_devices()
             program = _jax.without_dead_code(traced.graph.program, keep_inputs=True)
             graph = replace(traced.graph, program=program)
-            parts = [arg.own_part() for arg in flatten_args((), moved, {}).arguments]
+            parts = [
+                argument.own_part()
+                for argument in flatten_args([""] * len(moved), moved, {}).arguments
+            ]
             owner = step if isinstance(step, Step) else function
             inputs, outputs = (
                 [value.name for value in values]
@@ -86,7 +88,6 @@ class MeshRun:
         origin = replace(
             self.traced.origin,
             donated=frozenset(),
-            result=Skeleton(jax.tree.structure([0] * len(selected)), {}),
         )
         with self.mesh:
             lowered = lower(origin, graph, self.traced.call)
@@ -161,7 +162,7 @@ def _parameters(owner: Function, traced: Traced) -> tuple[Any, ...]:
 
 def _on_mesh(function: Function, args: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
     """Arguments for a mesh, in their declared layouts or, where possible, their own."""
-    names = list(inspect.signature(function.body).parameters)
+    names = argument_names(signature_of(function.body), len(args))
     declared = function.options.in_specs
 
     def move(name: str, leaf: Any) -> Any:

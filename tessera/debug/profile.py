@@ -39,7 +39,7 @@ def profile(step: Function | None = None, *args: Any, **kwargs: Any) -> "Profile
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from tessera.api.function import function
+      >>> from tessera.api.jit import function
       >>> report = profile(function(lambda x: x @ x), jnp.ones((64, 64)))
       >>> report.flops.matmul, report.measured.executions
       (524288, 3)

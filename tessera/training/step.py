@@ -15,7 +15,8 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tessera.api.function import Function, function
+from tessera.api.function import Function
+from tessera.api.jit import function
 from tessera.models.model import Batch, num_targets
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale

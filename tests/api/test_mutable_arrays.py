@@ -137,15 +137,15 @@ def test_a_call_that_fails_leaves_them_as_they_are():
             "pass it once, or pass another one: jax.new_ref(ref[...])",
         ),
         (
-            lambda ref: ts.function(lambda x: add(ref, x))(X),
-            "a mutable array that a function closes over cannot be given back",
+            lambda ref: ts.function(lambda a: add(ref, a[...]))(ref),
+            "a mutable array is closed over, and is given to the call as well",
             "Ref{float32[8]}",
-            "pass it to the function as an argument",
+            "pass it to the function as an argument alone",
         ),
         (
-            lambda ref: ts.function(lambda x: jax.jit(lambda x: add(ref, x))(x))(X),
-            "a mutable array that a function closes over cannot be given back",
-            "Ref{float32[8]}",
+            lambda ref: ts.function(lambda x: add(ref, x), mesh=ts.Mesh(["dp"]))(X),
+            "a mutable array that a function closes over lies on one device",
+            "Ref{float32[8]}, and a mesh of several",
             "pass it to the function as an argument",
         ),
         (
@@ -170,3 +170,22 @@ def test_what_cannot_be_given_back_is_refused(call, what, got, fix):
         f"[T320] {what}\n  got: {got}\n  fix: {fix}\n  docs: docs/errors/T320.md"
     )
     np.testing.assert_array_equal(ref[...], X)
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_a_function_may_close_over_a_mutable_array(inner):
+    def body(x):
+        count[...] += 1
+        return x + inner(lambda x: add(ref, x))(x)
+
+    def under_scan(x):
+        return jax.lax.scan(lambda c, _: (body(c), None), x, None, length=3)[0]
+
+    found = []
+    for jit in (jax.jit, ts.jit):
+        ref, count = jax.new_ref(X), jax.new_ref(jnp.int32(0))
+        step = jit(body)
+        values = [step(X), step(X), jit(under_scan)(X), jax.jit(step)(X)]
+        found.append((values, ref[...], count[...]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert found[0][2] == 6

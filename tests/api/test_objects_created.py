@@ -70,7 +70,7 @@ DOORS = {
         0
     ],
     "beside an object": lambda: ts.function(lambda other: Tied())(Tied(7)),
-    "compiled": lambda: ts.function(Tied).compile()((), ()),
+    "compiled": lambda: ts.function(Tied).compile()(),
     "inside": ts.function(lambda: ts.function(Tied, mesh=ONE)()),
     "inside jax.jit": nnx.jit(lambda: ts.function(Tied)()),
     "remat": ts.function(lambda: ts.remat(lambda x: Tied())(X)),

@@ -59,6 +59,20 @@ def test_objects_of_equal_structure_share_a_program():
     assert forward.num_programs() == 1
 
 
+def test_a_partial_of_nnx_with_cached_objects_trains_them():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    before = np.asarray(model.kernel[...])
+
+    def double(model, x):
+        model.kernel[...] *= 2.0
+        return model(x)
+
+    step = nnx.cached_partial(ts.jit(double), model)
+    for _ in range(2):
+        step(X)
+    np.testing.assert_allclose(model.kernel[...], before * 4.0)
+
+
 def test_a_trace_or_a_compilation_leaves_the_module_as_it_is():
     model = block()
     before = state_of(model)

@@ -90,7 +90,7 @@ def test_equal_configurations_are_one_however_they_are_made(count):
         return x * config["rate"] if config["mixed"] else x
 
     calls = [call(X, config()), call(X, config()), call(X, reordered())]
-    assert count(step, *calls, call(X, config=config())) == 1
+    assert count(step, *calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ TWOS = jnp.full(8, 2.0)
 )
 def test_a_callable_that_is_made_anew_is_the_same_one(count, make):
     step = ts.function(lambda model, x: model(x))
-    calls = [call(make(), X), call(make(), X), call(model=make(), x=X)]
+    calls = [call(make(), X), call(make(), X)]
     assert count(step, *calls) == 1
 
 
@@ -217,30 +217,23 @@ def test_a_program_keeps_the_arrays_that_its_callable_closes_over(count):
 # --- how a call is written
 
 
-def test_all_ways_to_write_a_call_are_one_program(count):
-    @ts.function
-    def step(x, scale=2.0, *, bias=None, config=None):
+def test_a_call_has_one_program_for_each_form_as_with_jax_jit(count):
+    def body(x, scale=2.0, *, bias=None):
         return x * scale + (0.0 if bias is None else bias)
 
-    calls = [
-        call(X),
-        call(X, 2.0),
-        call(x=X),
-        call(X, scale=2.0),
-        call(X, bias=None, config=None),
-        call(config=None, scale=2.0, x=X),
-    ]
-    assert count(step, *calls) == 1
+    step = ts.function(body)
+    calls = [call(X), call(x=X), call(X, scale=2.0), call(scale=2.0, x=X)]
+    assert count(step, *calls, *calls) == 4
     for args, kwargs in calls:
         np.testing.assert_array_equal(step(*args, **kwargs), X * 2)
-    assert step.num_programs() == 1
+    assert step.num_programs() == 4
 
 
 def test_keywords_in_any_order_reach_their_arguments():
     step = ts.function(lambda a, b, *rest, c=1.0, **more: a - b * c + more.get("d", 0))
     assert step(X, X * 2, c=3.0)[1] == step(c=3.0, b=X * 2, a=X)[1] == -5.0
     assert step(a=X, b=X, d=X)[1] == step(d=X, b=X, a=X)[1] == 1.0
-    assert step.num_programs() == 2
+    assert step.num_programs() == 3
 
 
 def test_a_default_that_holds_an_array_is_closed_over(count):
@@ -360,8 +353,8 @@ def test_a_strategy_lays_out_its_results_as_its_arguments(count):
 
 def test_jit_of_a_bound_method_is_a_step_of_its_object(count):
     step = ts.jit(Layer(2.0).apply)
-    assert count(step, call(X), call(x=X)) == 1
-    np.testing.assert_array_equal(step(X), X * 2)
+    assert count(step, call(X), call(X)) == 1
+    np.testing.assert_array_equal(step(x=X), X * 2)
 
 
 class Trainer:

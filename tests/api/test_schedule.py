@@ -14,7 +14,7 @@ import tessera as ts
 from tessera import errors, graph, schedule, scope
 from tessera._jax_workarounds import correct_options
 from tessera.compiler.compile_stages import Lowered
-from tessera.compiler.lower.jit import compile_lowered, compiler_options
+from tessera.compiler.lower.jit import compile_lowered, options_of
 from tessera.mesh import Mesh
 from tessera.scope import Plan
 
@@ -140,7 +140,7 @@ def test_overlap_is_an_option_of_the_compiler_on_gpus(
     kind = type(traced.graph)
     monkeypatch.setattr(kind, "platform", property(lambda _: platform))
     planned = replace(traced.graph, plan=Plan(all_reduce_overlap=said))
-    assert compiler_options(planned) == correct_options(platform) | options
+    assert options_of(planned) == correct_options(platform) | options
 
 
 PIPELINED = "xla_gpu_enable_pipelined_all_reduce"
@@ -163,10 +163,10 @@ def test_several_gpus_overlap_unless_the_user_says_otherwise(
     mesh = Mesh(["dp"], devices=range(devices))
     planned = replace(ts.function(jnp.sum, mesh=mesh).trace(X).graph, plan=plan)
     own = dict(plan.compiler_options or ())
-    assert compiler_options(planned) == correct_options("cpu") | own
+    assert options_of(planned) == correct_options("cpu") | own
     monkeypatch.setattr(type(planned), "platform", property(lambda _: "gpu"))
     monkeypatch.setenv("XLA_FLAGS", environment)
-    assert compiler_options(planned).get(PIPELINED) is pipelined
+    assert options_of(planned).get(PIPELINED) is pipelined
 
 
 def test_a_step_is_compiled_with_these_options(monkeypatch):

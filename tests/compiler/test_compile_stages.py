@@ -74,9 +74,9 @@ def test_shapes_without_numbers_are_enough_for_every_stage():
     assert "HloModule" in compiled.as_text()
 
 
-def test_a_compiled_step_runs_on_its_parts():
+def test_a_compiled_step_runs_on_its_arguments():
     compiled = ts.function(loss_and_slope).compile(W, X)
-    loss, slope = compiled([W], [X], (), ())
+    loss, slope = compiled(W, X)
     expected = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(W)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     np.testing.assert_allclose(slope, expected[1], rtol=1e-6)
@@ -133,7 +133,7 @@ def test_a_step_does_not_run_on_a_mesh_of_other_machines(large_mesh):
     step = ts.function(loss_and_slope, mesh=large_mesh)
     compiled = step.compile(W, X)
     with pytest.raises(AbstractMeshError, match="T105"):
-        compiled([W], [X], (), ())
+        compiled(W, X)
 
 
 def test_a_call_on_a_mesh_of_other_machines_is_refused_before_it_compiles(large_mesh):
@@ -160,7 +160,7 @@ def test_a_step_compiled_for_a_target_has_a_predicted_timeline():
 def test_an_error_of_the_compiler_for_devices_that_are_here_is_raised(
     mesh, monkeypatch
 ):
-    def compile_lowered(graph, lowered):
+    def compile_lowered(graph, lowered, options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(compile_stages, "compile_lowered", compile_lowered)

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.models import register_model

@@ -107,8 +107,8 @@ class Recorder:
         if earlier is None or outcome.worse_than(earlier):
             self.outcomes[report.nodeid] = outcome
 
-    def pytest_sessionfinish(self) -> None:
-        if self._record is None or "PYTEST_XDIST_WORKER" in os.environ:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._record is None or hasattr(session.config, "workerinput"):
             return
         write_record(self._record, self.outcomes)
 

@@ -20,7 +20,7 @@ import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.errors import ModelFolderError
 from tessera.labels import IGNORE_INDEX
 from tessera.mesh import Mesh

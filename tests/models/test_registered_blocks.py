@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.labels import IGNORE_INDEX
 from tessera.models import generate, register_model
 from tessera.models.partition_rules import NO_MESH

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.mesh import Mesh
 from tessera.models import DecoderConfig, DecoderModel
 from tessera.models.pipeline_stages import split_of

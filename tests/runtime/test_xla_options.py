@@ -12,7 +12,7 @@ import pytest
 import tessera as ts
 from tessera import errors, scope
 from tessera._jax_workarounds import correct_options
-from tessera.compiler.lower.jit import compiler_options as options_of
+from tessera.compiler.lower.jit import options_of
 from tessera.runtime.xla_options import compiler_options
 from tessera.training import run_environment
 from tessera.training.command_line import compose

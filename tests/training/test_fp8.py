@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera import _jax
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.errors import SettingConflictError
 from tessera.mesh import Mesh
 from tessera.models import DecoderModel

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.debug.profile_report import of_program
 from tessera.errors import OutputPathError
 from tessera.training.profiling import Window, write_profile

@@ -136,7 +136,7 @@ def test_a_file_of_prompts_has_one_in_each_line(tmp_path: Path, capsys: Any) -> 
     ("content", "line"),
     [
         ("{", "generation_config.json cannot be read"),
-        ("[" * 5000, "got: it is nested too deeply"),
+        ("[" * 200_000, "got: it is nested too deeply"),
         ('{"eos_token_id": "</s>"}', "got: eos_token_id = ['</s>']"),
         ('{"eos_token_id": [1, true]}', "got: eos_token_id = [1, True]"),
         ("{}", None),

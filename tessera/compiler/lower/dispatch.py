@@ -16,14 +16,14 @@ import jax
 from tessera import _jax_dispatch
 from tessera.compiler.trace.arguments import (
     ProgramMismatch,
+    is_stored,
     leaf_signature,
     stored_arrays,
 )
-from tessera.shard import DistTensor
 
 
-class _HasTensors(Exception):
-    """Some of the arrays are tensors, which JAX does not take."""
+class _NotStored(Exception):
+    """Some of the arrays are not what the program takes, but stand for it."""
 
 
 class Dispatch:
@@ -50,12 +50,12 @@ class Dispatch:
             arrays = leaves[:num_arrays]
             if not _is_accepted(accepted, arrays):
                 raise ProgramMismatch
-            if any(type(array) is DistTensor for array in arrays):
-                raise _HasTensors
+            if not all(map(is_stored, arrays)):
+                raise _NotStored
 
         example = [0] * num_arrays, (0,) * num_parameters, (0,) * num_captured
         self._run = _jax_dispatch.checked_call(compiled, example, check)
-        # For the stored arrays of tensors, whose signatures were accepted.
+        # For the stored arrays of others, whose signatures were accepted.
         self._run_stored = _jax_dispatch.checked_call(compiled, example, _no_check)
 
     def accept(self, arrays: Sequence[Any]) -> None:
@@ -77,7 +77,7 @@ class Dispatch:
         """
         try:
             return self._run(arrays, parameters, captured)
-        except _HasTensors:
+        except _NotStored:
             pass
         return self._run_stored(stored_arrays(arrays), parameters, captured)
 

@@ -9,6 +9,7 @@ XLA chose are compared with the declared ones.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -45,35 +46,44 @@ COMMAND_BUFFERS: Final = "xla_gpu_enable_command_buffer"
 _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 
-def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
+def jitted(
+    trace: Trace, graph: Graph, call: Call, *, inline: bool = False
+) -> jax.stages.Wrapped:
     """A graph, after its passes, as ``jax.jit`` for a call's arguments.
 
     Args:
-      trace: How the call was traced: its parameters and the tree of its result.
+      trace: How the call was traced: which arguments it donates.
       graph: Its graph after the passes.
       call: The call.
+      inline: Whether a program that JAX traces has no call of it.
 
     Returns:
       A jitted function. It takes the list of arrays of each argument, then the
       tuple of parameters, then the tuple of captured arrays, all as devices store
-      them; it gives the function's result, or a list of arrays: where some leaves of
-      the result are no arrays or are stored padded, and where arguments are written
-      back.
+      them; it gives the list of the graph's outputs. An argument that JAX is tracing
+      keeps its layout; if its type does not tell that, it is constrained to the
+      declared one.
     """
-    shardings = [graph.sharding(value) for value in graph.inputs]
+    traced = {leaf.name for leaf in call.leaves if leaf.of_trace}
+    untyped = {leaf.name for leaf in call.leaves if leaf.of_trace and not leaf.layout}
+    shardings = [
+        None if value.name in traced else graph.sharding(value)
+        for value in graph.inputs
+    ]
     result_shardings = [graph.sharding(value) for value in graph.outputs]
 
-    def step(*parts: Any) -> Any:
-        stored = zip(graph.inputs, jax.tree.leaves(parts), strict=True)
-        own = [without_padding(graph, value, array) for value, array in stored]
+    def step(*parts: Any) -> list[Any]:
+        own = [
+            _input(graph, value, array, is_untyped=value.name in untyped)
+            for value, array in zip(graph.inputs, jax.tree.leaves(parts), strict=True)
+        ]
         results = zip(graph.outputs, _jax.replay(graph.program, *own), strict=True)
-        arrays = [
+        return [
             padded(array, graph.stored_shape(value))
             if graph.is_padded(value)
             else array
             for value, array in results
         ]
-        return arrays if returns_list(trace, graph) else trace.unflatten(arrays)
 
     step.__name__ = step.__qualname__ = graph.name
     donated = [
@@ -81,27 +91,53 @@ def jitted(trace: Trace, graph: Graph, call: Call) -> jax.stages.Wrapped:
         for index, argument in enumerate(call.arguments)
         if argument.name in trace.donated
     ]
+    has_layouts = graph.mesh is not None and not _has_references(graph)
     return jax.jit(
         step,
-        in_shardings=_parts(call, graph, shardings) if graph.mesh else None,
-        out_shardings=_result(trace, graph, result_shardings) if graph.mesh else None,
+        in_shardings=_parts(call, graph, shardings) if has_layouts else None,
+        out_shardings=result_shardings if has_layouts else None,
         donate_argnums=tuple(donated),
+        keep_unused=trace.keeps_unused,
+        inline=inline,
     )
+
+
+def _has_references(graph: Graph) -> bool:
+    """Whether it closes over mutable arrays, for which JAX takes no layouts.
+
+    Such a graph is of one device.
+    """
+    return any(isinstance(array, jax.Ref) for array in graph.captured)
+
+
+def _input(graph: Graph, value: Value, array: Any, *, is_untyped: bool) -> Any:
+    """The array of an input, from what devices store of it."""
+    if is_untyped and (sharding := graph.sharding(value)) is not None:
+        return jax.lax.with_sharding_constraint(array, sharding)
+    return without_padding(graph, value, array)
 
 
 def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
     """``jitted``, lowered for the types of the graph's inputs."""
     structs = [_stored(graph, value) for value in graph.inputs]
+    for number, array in enumerate(graph.captured, len(structs) - len(graph.captured)):
+        if isinstance(array, jax.Ref):
+            structs[number] = array  # JAX has no type for it
     return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
 
 
-def compile_lowered(graph: Graph, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile with the options of the graph's schedule.
+def compile_lowered(
+    graph: Graph,
+    lowered: jax.stages.Lowered,
+    compiler_options: Mapping[str, bool | str] = MappingProxyType({}),
+) -> jax.stages.Compiled:
+    """Compile with the options of the graph's schedule, and these.
 
     Releases of XLA differ in the options that they have: a default that this one lacks
     is left out. One of the user's is an error of XLA.
     """
-    options, chosen = compiler_options(graph), dict(graph.plan.compiler_options or ())
+    chosen = {**dict(graph.plan.compiler_options or ()), **compiler_options}
+    options = {**options_of(graph), **compiler_options}
     while True:
         try:
             with lines_in_cache_key():
@@ -113,7 +149,7 @@ def compile_lowered(graph: Graph, lowered: jax.stages.Lowered) -> jax.stages.Com
             del options[unknown[1]]
 
 
-def compiler_options(graph: Graph) -> dict[str, bool | str]:
+def options_of(graph: Graph) -> dict[str, bool | str]:
     """XLA's options for the step's schedule, on platforms that have them.
 
     Programs of several GPUs also have those that hide collectives, unless the
@@ -159,15 +195,6 @@ def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
     return (*parts, tuple(rest[:count]), tuple(rest[count:]))
 
 
-def _result(trace: Trace, graph: Graph, entries: Sequence[Any]) -> Any:
-    return list(entries) if returns_list(trace, graph) else trace.unflatten(entries)
-
-
-def returns_list(trace: Trace, graph: Graph) -> bool:
-    """Whether the program returns a list of arrays, and not the result's tree."""
-    return trace.returns_list or any(map(graph.is_padded, graph.outputs))
-
-
 def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
     """The array of an input or output, from what devices store of it.
 
@@ -192,7 +219,7 @@ def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:
     Raises:
       LayoutMismatchError: [T205] with every input and output that differs.
     """
-    if graph.mesh is None:
+    if graph.mesh is None or _has_references(graph):
         return
     inputs = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     outputs = compiled.out_tree.flatten_up_to(compiled.output_shardings)

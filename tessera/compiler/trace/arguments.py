@@ -19,13 +19,19 @@ from jax.sharding import (
 )
 
 from tessera import _jax
-from tessera.compiler.trace.static_values import ATOMS, StaticValue, static_key
-from tessera.errors import ArgumentError
+from tessera.annotations import Binding, bind, check_call, hints_of
+from tessera.compiler.trace.static_values import (
+    ATOMS,
+    StaticArgument,
+    StaticValue,
+    static_key,
+)
+from tessera.errors import ArgumentError, LayoutMismatchError
 from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, Structure
 from tessera.shard import ARRAYS, DistTensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes
-from tessera.tree import Skeleton, is_childless, named_leaves, path_name
+from tessera.tree import Skeleton, is_childless, path_name
 
 # The mesh axis of an array that is committed to one device.
 ONE_DEVICE = "device"
@@ -45,11 +51,13 @@ class Leaf:
       name: Its path: the argument's name, then keys.
       value: The array.
       of_object: Whether an NNX object holds it, so that it is no batch.
+      of_trace: Whether JAX is tracing it, so that its values are unknown.
     """
 
     name: str
     value: Any
     of_object: bool = False
+    of_trace: bool = False
 
     @property
     def layout(self) -> tuple[Mesh, PartitionSpec] | None:
@@ -60,15 +68,23 @@ class Leaf:
         if isinstance(self.value, DistTensor):
             mesh = self.value.mesh
             return None if mesh is None else (mesh, self.value.spec)
-        if self.is_traced:
+        if isinstance(self.value, _jax.Tracer):
             return None
         sharding = getattr(self.value, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            axes = axes_of_dims(sharding.spec, len(self.value.shape))
-            return _mesh_of(sharding.mesh), spec_of_axes(axes)
+            spec, mesh = sharding.spec, _mesh_of(sharding.mesh)
+            if spec.unreduced or spec.reduced:
+                return mesh, spec
+            return mesh, spec_of_axes(axes_of_dims(spec, len(self.value.shape)))
         if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
             (device,) = sharding.device_set
             return Mesh((ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
+        if sharding is not None and len(sharding.device_set) > 1:
+            raise LayoutMismatchError(
+                f"{self.name!r} lies on several devices, and its layout names no mesh",
+                got=str(sharding),
+                fix="move it first: jax.device_put(x, NamedSharding(mesh, spec))",
+            )
         return None
 
     @property
@@ -96,27 +112,23 @@ class Leaf:
         """What a program is specialized to in this array."""
         shape, dtype = tuple(self.aval.shape), self.aval.dtype
         # No compiled program takes a value that JAX is tracing.
-        varies = _jax.varying_axes(self.value) if self.is_traced else None
+        varies = _jax.varying_axes(self.value) if self.of_trace else None
         location = (self.layout, _jax.on_host(self.value), varies)
         return (shape, dtype, self.is_weak, *location)
 
     @property
-    def is_traced(self) -> bool:
-        """Whether JAX is tracing it, so that its values are unknown."""
-        return isinstance(self.value, _jax.Tracer)
-
-    @property
     def may_be_padded(self) -> bool:
         """Whether it can have an uneven layout: a tensor, or a traced value."""
-        return isinstance(self.value, DistTensor) or self.is_traced
+        return isinstance(self.value, DistTensor) or self.of_trace
 
     def abstract(self) -> "Leaf":
         """The same leaf without its data, which a program must not keep alive."""
         if _is_padded(self.value):
             return Leaf(self.name, self.value.declaration())
         if not isinstance(self.value, (jax.Array, np.ndarray)):
-            return self
-        if self.is_traced:
+            is_of_now = _jax.canonical_dtype(self.aval.dtype) == self.aval.dtype
+            return self if is_of_now else self._struct(self.value.sharding)
+        if self.of_trace:
             return replace(self, value=_jax.struct(self.aval))
         return self._struct(
             getattr(self.value, "sharding", None) if self.layout else None
@@ -131,7 +143,7 @@ class Leaf:
     def _struct(self, sharding: Any) -> "Leaf":
         struct = jax.ShapeDtypeStruct(
             tuple(self.aval.shape),
-            self.aval.dtype,
+            _jax.canonical_dtype(self.aval.dtype),
             sharding=sharding,
             weak_type=self.is_weak,
         )
@@ -140,24 +152,37 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a call: its tree, its arrays, its static leaves by position."""
+    """One argument of a call.
+
+    Attributes:
+      name: Its name.
+      tree: Its tree.
+      leaves: Its arrays.
+      statics: Its other leaves, by position.
+      leaf_names: The names of all its leaves.
+      paths: These, and the names of what has no leaves: None, or an empty dict.
+    """
 
     name: str
     tree: Any
     leaves: tuple[Leaf, ...]
     statics: tuple[tuple[int, StaticValue], ...]
+    leaf_names: tuple[str, ...]
+    paths: tuple[str, ...]
 
     @property
     def structure(self) -> Structure | None:
         """The static part of an NNX object, where the argument is one."""
-        value = self.rebuilt(self.leaves)
-        return value.get(STRUCTURE) if isinstance(value, dict) else None
+        own = f"{self.name}/{STRUCTURE}"
+        for index, static in self.statics:
+            if self.leaf_names[index] == own and isinstance(static.value, Structure):
+                return static.value
+        return None
 
     @property
-    def paths(self) -> list[str]:
-        """The paths of its leaves, and of what has none: None, or an empty dict."""
-        value = self.rebuilt(self.leaves)
-        return list(named_leaves(value, self.name, is_leaf=is_childless))
+    def array_names(self) -> list[str]:
+        """The last part of the names of the arrays of an object, and its structure."""
+        return [name.removeprefix(f"{self.name}/") for name in self.leaf_names]
 
     def own_part(self) -> list[Any]:
         """What the compiled program takes for this argument itself."""
@@ -203,15 +228,42 @@ class Call:
         parts = tuple(argument.key() for argument in self.arguments)
         return (self.positional, self.keywords, parts)
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """The positional arguments, as they were given."""
-        return self.rebuilt([leaf.value for leaf in self.leaves])[0]
+    def check_values(self) -> None:
+        """Check that a program can run on the arrays.
 
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments, as they were given."""
-        return self.rebuilt([leaf.value for leaf in self.leaves])[1]
+        Raises:
+          ArgumentError: [T301] one is a shape.
+          jax.errors.UnexpectedTracerError: One was traced, and its trace has ended.
+        """
+        for leaf in self.leaves:
+            if isinstance(leaf.value, jax.ShapeDtypeStruct):
+                raise ArgumentError(
+                    f"argument {leaf.name!r} has no values",
+                    got=f"{leaf.value}",
+                    fix="pass an array; a shape is for trace, lower and compile",
+                )
+            if leaf.of_trace:
+                raise _jax.escaped_tracer_error(leaf.value)
+
+    def bound_to(
+        self, function: Callable[..., Any], name: str, *, check: bool = True
+    ) -> Binding:
+        """The call as the annotations of a function describe it.
+
+        Args:
+          function: The function.
+          name: Its name in messages.
+          check: False only collects the names of dims.
+
+        Raises:
+          ArgumentError: [T301] the function does not take these arguments.
+          AnnotationError: [T315] they do not fit its annotations.
+        """
+        check_call(function, self.positional, self.keywords, name=name)
+        if not hints_of(function):  # a tree may refuse anything but its arrays
+            return Binding(name)
+        args, kwargs = self.rebuilt([leaf.value for leaf in self.leaves])
+        return bind(function, args, kwargs, name=name, check=check)
 
     def laid_out(self, layouts: Sequence[NamedSharding | None]) -> "Call":
         """The call with its arrays in some layouts; None leaves one as it is."""
@@ -245,21 +297,55 @@ def flatten_args(
     """Split the arguments of one call into arrays and static values.
 
     Args:
-      names: The function's parameter names, for messages and for the graph.
+      names: What the function calls its positional arguments, for messages and for
+        the graph.
       args: Positional arguments.
       kwargs: Keyword arguments.
 
     Raises:
       ArgumentError: [T301] a leaf is neither an array nor hashable.
     """
-    labels = [names[i] if i < len(names) else f"args[{i}]" for i in range(len(args))]
     keywords = tuple(sorted(kwargs))  # in any order it is the same call
-    values = [*args, *(kwargs[name] for name in keywords)]
-    arguments = [
-        _argument(name, value)
-        for name, value in zip([*labels, *keywords], values, strict=True)
-    ]
-    return Call(len(args), keywords, tuple(arguments))
+    named = zip((*names, *keywords), values_of(args, kwargs), strict=True)
+    arguments = tuple(_argument(name, value) for name, value in named)
+    return Call(len(args), keywords, arguments)
+
+
+def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments in one list, keyword arguments sorted by name."""
+    return [*args, *(kwargs[name] for name in sorted(kwargs))]
+
+
+def check_same_types(expected: Call, call: Call) -> None:
+    """Raise [T301] where a program for one call cannot run for another one."""
+
+    def form(call: Call) -> dict[str, Any]:
+        found: dict[str, Any] = {"": (call.positional, call.keywords)}
+        for argument in call.arguments:
+            found[argument.name] = argument.tree
+            found |= {leaf.name: _type_text(leaf) for leaf in argument.leaves}
+            for index, static in argument.statics:
+                found[argument.leaf_names[index]] = static
+        return found
+
+    before, now = form(expected), form(call)
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            raise ArgumentError(
+                "a compiled program is called with other arguments",
+                got=f"{name or 'arguments'}: {_text(now.get(name))}, compiled for "
+                f"{_text(before.get(name))}",
+                fix="call the function itself, which compiles for what it is given",
+            )
+
+
+def _type_text(leaf: Leaf) -> str:
+    shape = ",".join(map(str, leaf.aval.shape))
+    return f"{leaf.aval.dtype}[{shape}]"
+
+
+def _text(form: Any) -> str:
+    return repr(form.value) if isinstance(form, StaticValue) else str(form)
 
 
 def leaf_signature(value: Any) -> Hashable:
@@ -302,17 +388,27 @@ def is_in(path: str, names: Iterable[str]) -> bool:
 
 def _argument(name: str, value: Any) -> Argument:
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    nodes = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_childless)
     objects = {path[:-1] for path, leaf in paths if isinstance(leaf, Structure)}
     leaves: list[Leaf] = []
     statics: list[tuple[int, StaticValue]] = []
     for index, (path, leaf) in enumerate(paths):
         full = path_name(path, name)
+        if isinstance(leaf, jax.core.ShapedArray):
+            leaf = _jax.struct(leaf)
         if isinstance(leaf, _ARRAYS):
             held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
-            leaves.append(Leaf(full, leaf, held))
+            leaves.append(Leaf(full, leaf, held, isinstance(leaf, _jax.Tracer)))
         else:
             statics.append((index, _static(full, leaf)))
-    return Argument(name, tree, tuple(leaves), tuple(statics))
+    return Argument(
+        name,
+        tree,
+        tuple(leaves),
+        tuple(statics),
+        leaf_names=tuple(path_name(path, name) for path, _ in paths),
+        paths=tuple(path_name(path, name) for path, _ in nodes),
+    )
 
 
 def _static(name: str, leaf: Any) -> StaticValue:
@@ -328,15 +424,39 @@ def _static(name: str, leaf: Any) -> StaticValue:
             ) from None
         raise ArgumentError(
             f"argument {name!r} can be neither traced nor held static",
-            got=f"{type(leaf).__name__}, which is no array and has no hash",
+            got=f"{_kind_of(leaf)}, which is no array and has no hash",
             fix="pass an array, or a value that hashes: a number, a string, a tuple, "
             "a frozen dataclass, a function",
         ) from None
 
 
+def _kind_of(leaf: Any) -> str:
+    value = leaf.value if isinstance(leaf, StaticArgument) else leaf
+    return type(value).__name__
+
+
+def is_stored(value: Any) -> bool:
+    """Whether a program takes an array as it is.
+
+    It takes the stored array of a tensor, and one of 64 bits that was made while x64
+    was enabled as JAX itself does: in the dtype that it has now.
+    """
+    if isinstance(value, DistTensor):
+        return False
+    return not isinstance(value, jax.Array) or (
+        value.dtype == _jax.canonical_dtype(value.dtype)
+    )
+
+
 def stored_arrays(values: Sequence[Any]) -> list[Any]:
-    """Arrays with those that devices hold in the place of tensors."""
-    return [v.stored() if isinstance(v, DistTensor) else v for v in values]
+    """Arrays as programs take them."""
+    return [v if is_stored(v) else _stored(v) for v in values]
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, DistTensor):
+        return value.stored()
+    return value.astype(_jax.canonical_dtype(value.dtype))
 
 
 def _is_padded(value: Any) -> bool:
@@ -362,17 +482,10 @@ def changed_statics(before: Call, after: Call) -> list[str]:
     for old, new in zip(before.arguments, after.arguments, strict=True):
         if old.tree != new.tree or old.key()[2] != new.key()[2]:
             return []
-        paths = _paths(old)
         for (index, was), (_, now) in zip(old.statics, new.statics, strict=True):
             if was != now:
-                names.append(paths[index])
+                names.append(old.leaf_names[index])
     return names
-
-
-def _paths(argument: Argument) -> list[str]:
-    total = len(argument.leaves) + len(argument.statics)
-    tree = jax.tree.unflatten(argument.tree, range(total))
-    return list(named_leaves(tree, argument.name))
 
 
 _mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)

@@ -24,7 +24,7 @@ from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, is_object
 from tessera.shard import DistTensor, ShardSpec
 from tessera.shard_spec import axes_of_dims, check_even
-from tessera.tree import Skeleton, named_leaves, path_name
+from tessera.tree import Skeleton, path_name
 
 # What annotations call the dims of each array, by its path.
 DimNames: TypeAlias = Mapping[str, Sequence[str]]
@@ -40,6 +40,7 @@ class Options:
       mesh: The mesh to run on; None takes the one that the arguments live on.
       in_specs: Layouts by argument name: a spec, or a tree of specs that is a prefix of
         the argument.
+      in_spec: The layout of other arguments.
       out_specs: Layouts of the result: a spec or a prefix tree; None leaves them to
         the partitioner.
       donate: Arguments whose memory the outputs may take over.
@@ -49,11 +50,15 @@ class Options:
       batch: Arguments that are batches, or paths in them; None: all of them.
       inferred: For arrays by path, whether they are a batch, inferred from a trace.
       is_deterministic: Whether the results have the bits of one device on every mesh.
+      keeps_unused: Whether the program takes arguments that it does not use.
+      is_inlined: Whether a program that JAX traces has no call of it.
+      compiler_options: Options of XLA for its program, by name.
     """
 
     name: str
     mesh: Mesh | None = None
     in_specs: Mapping[str, Any] = field(default_factory=dict)
+    in_spec: Any = None
     out_specs: Any = None
     donate: frozenset[str] = frozenset()
     strategy: Strategy | None = None
@@ -61,6 +66,9 @@ class Options:
     batch: frozenset[str] | None = frozenset()
     inferred: Mapping[str, bool] = field(default_factory=dict)
     is_deterministic: bool = False
+    keeps_unused: bool = False
+    is_inlined: bool = False
+    compiler_options: tuple[tuple[str, bool | str], ...] = ()
 
     def check_names(self, signature: inspect.Signature) -> None:
         """Raise [T204] for options that name an argument that does not exist."""
@@ -114,7 +122,8 @@ class Options:
     @property
     def declares_layouts(self) -> bool:
         """Whether arguments or results have layouts of their own."""
-        return bool(self.in_specs) or self.out_specs is not None
+        has_inputs = bool(self.in_specs) or self.in_spec is not None
+        return has_inputs or self.out_specs is not None
 
 
 def argument_values(
@@ -153,7 +162,7 @@ def argument_values(
 def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
     if leaf.layout is not None:
         return leaf.layout[1]
-    if mesh is None:
+    if mesh is None or leaf.of_trace:
         return None
     may_be_batch = options.split_batch and not leaf.of_object
     is_split = may_be_batch and options.is_batch(leaf.name)
@@ -169,10 +178,9 @@ def declared_layouts(
     for argument in call.arguments:
         specs = _specs(
             f"in_specs[{argument.name!r}]",
-            options.in_specs.get(argument.name),
-            argument.rebuilt(list(argument.leaves)),
+            options.in_specs.get(argument.name, options.in_spec),
+            argument.tree,
             dict(argument.statics),
-            is_leaf=_is_argument_leaf,
         )
         for leaf, spec in zip(argument.leaves, specs, strict=True):
             layout = _resolve(spec, leaf.name, leaf.aval, mesh, dim_names)
@@ -239,13 +247,8 @@ def output_values(
       SpecFormError: [T204] the tree of layouts does not fit the result.
       ShardDivisibilityError: [T201] a declared layout does not divide an array.
     """
-    indices = jax.tree.unflatten(result.structure, range(result.structure.num_leaves))
-    specs = _specs("out_specs", options.out_specs, indices, result.statics)
-    names = [
-        name
-        for name, index in named_leaves(indices, "result").items()
-        if index not in result.statics
-    ]
+    specs = _specs("out_specs", options.out_specs, result.structure, result.statics)
+    names = result.names("result")
     return tuple(
         Value(name, aval, _resolve(spec, name, aval, mesh, dim_names))
         for name, aval, spec in zip(names, avals, specs, strict=True)
@@ -268,25 +271,24 @@ def _resolve(
 
 
 def _specs(
-    what: str,
-    prefix: Any,
-    tree: Any,
-    statics: Mapping[int, Any],
-    is_leaf: Callable[[Any], bool] | None = None,
+    what: str, prefix: Any, structure: Any, statics: Mapping[int, Any]
 ) -> list[Any]:
     """One spec, or None, for each array of a tree, from a prefix tree of specs."""
+    count = structure.num_leaves
+    if _is_spec(prefix):
+        return [prefix] * (count - len(statics))
 
     def spread_below(spec: Any, below: Any) -> list[_Spec]:
-        return [_Spec(spec)] * len(jax.tree.leaves(below, is_leaf=is_leaf))
+        return [_Spec(spec)] * len(jax.tree.leaves(below))
 
     try:
+        tree = jax.tree.unflatten(structure, range(count))
         spread = jax.tree.map(spread_below, prefix, tree, is_leaf=_is_spec)
     except ValueError:
-        specs = jax.tree.structure(prefix, is_leaf=_is_spec)
-        arrays = jax.tree.structure(tree, is_leaf=is_leaf)
         raise SpecFormError(
             f"{what} is not a spec, nor a tree of specs that fits the arrays",
-            got=f"specs {specs}, arrays {arrays}",
+            got=f"specs {jax.tree.structure(prefix, is_leaf=_is_spec)}, "
+            f"arrays {structure}",
             fix="give one spec for all of them, or a tree with a spec or None for "
             "each branch",
         ) from None
@@ -305,7 +307,7 @@ def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
         name = path_name(path)
         # nnx.get_partition_spec gives them in variables.
         given[name] = spec.get_raw_value() if is_object(spec) else spec
-    known = list(argument.rebuilt(argument.leaves))
+    known = argument.array_names
     for name in given:
         if name not in known:
             raise SpecFormError(
@@ -323,10 +325,6 @@ class _Spec:
     spec: Any
 
 
-def _is_argument_leaf(node: Any) -> bool:
-    return isinstance(node, Leaf)
-
-
 def _is_spec(node: Any) -> bool:
     return node is None or isinstance(node, (ShardSpec, PartitionSpec))
 
@@ -337,3 +335,20 @@ def is_number(leaf: Any) -> bool:
         return leaf.dtype.kind not in "OSUMm"  # objects, strings, dates
     kinds = (bool, int, float, complex, jax.Array)
     return isinstance(leaf, kinds) or hasattr(type(leaf), "__jax_array__")
+
+
+def output_test(call: Call) -> Callable[[Any], bool]:
+    """A test whether a leaf of the result of a call is an output of its program.
+
+    Arrays and numbers are. Of the numbers, one that is among the arguments is not: it
+    is static, and comes back as it went.
+    """
+    statics = [static for argument in call.arguments for _, static in argument.statics]
+    passed = {id(static.value) for static in statics}
+    numbers = (bool, int, float, complex)
+
+    def is_output(leaf: Any) -> bool:
+        is_passed = type(leaf) in numbers and id(leaf) in passed
+        return is_number(leaf) and not is_passed
+
+    return is_output

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tessera import scope
-from tessera.annotations import bind
 from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.declared_layouts import (
     Options,
@@ -52,7 +51,7 @@ def inline(
     here.inner.append((options.name, options.mesh))
     mesh = options.mesh or here.mesh
     check = here.is_whole_batch  # one microbatch has other sizes
-    binding = bind(function, call.args, call.kwargs, name=options.name, check=check)
+    binding = call.bound_to(function, options.name, check=check)
     if mesh is None:  # if this trace finds one, the next trace uses it
         named = zip(call.keywords, given[call.positional :], strict=True)
         result = function(*given[: call.positional], **dict(named))

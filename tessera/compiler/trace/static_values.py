@@ -22,6 +22,13 @@ ATOMS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StaticArgument:
+    """An argument that is declared static: a leaf, whatever tree its value is."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StaticValue:
     """A value that a program is specialized to; ``1``, ``1.0`` and ``True`` differ.
 
@@ -52,7 +59,8 @@ class StaticValue:
           (False, True)
         """
         key = static_key(value)
-        return cls(value, key, hash(key))
+        own = value.value if isinstance(value, StaticArgument) else value
+        return cls(own, key, hash(key))
 
     def is_equivalent(self, other: Any) -> bool:
         """Whether a program for this value is valid for another one."""
@@ -113,6 +121,8 @@ def _key_of(value: Any, around: tuple[int, ...]) -> Hashable:
     if kind is functools.partial:
         named = sorted(value.keywords.items())
         return kind, _part(value.func, around), _parts((*value.args, *named), around)
+    if kind is StaticArgument:
+        return kind, _key_of(value.value, around)
     if kind is MethodType:
         return kind, _part(value.__func__, around), _part(value.__self__, around)
     return kind, value

@@ -100,8 +100,8 @@ class _RoleInference:
                 "no gradient is taken by ts.grad, which shows it",
                 BATCH,
             )
-        params = {p for p, role in self.declared.items() if role == PARAMS}
-        params = params or self._replaced()
+        declared = {p for p, role in self.declared.items() if role == PARAMS}
+        params = declared & self.arrays.keys() or self._replaced()
         others = [path for path in self.undeclared if path not in params]
         if not params:
             why = "no gradient is taken by ts.grad, and no argument is replaced alone"
@@ -143,13 +143,22 @@ class _RoleInference:
         self, paths: Sequence[str], why: str, role: str
     ) -> UndecidedRoleError:
         names = sorted(_arguments(paths))
+        # What may be raw PRNG keys is never split in what an error says to write.
+        raw = {path for path in paths if self.arrays[path][0].aval.dtype == "uint32"}
+        keys = sorted(_arguments(raw) - _arguments(set(paths) - raw))
+        named = [name for name in names if name not in keys] or names
         listed = ", ".join(map(repr, names))
+        split = ", ".join(map(repr, named))
+        advice = "".join(
+            f"\n{key!r} looks like a raw PRNG key: pass a typed one, jax.random.key(0)"
+            for key in keys
+        )
         return UndecidedRoleError(
             f"strategy {self.name!r} cannot tell what the arguments {listed} of "
             f"{self.graph.name!r} are",
             got=f"{first_of(paths)}: {why}",
-            fix=f"say it: ts.distribute({self.name!r}, {role}=[{listed}])\n"
-            f"and likewise {', '.join(f'{r}=' for r in ROLES if r != role)}",
+            fix=f"say it: ts.distribute({self.name!r}, {role}=[{split}])\n"
+            f"and likewise {', '.join(f'{r}=' for r in ROLES if r != role)}{advice}",
         )
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from tessera import _jax, casts, scope
-from tessera.annotations import Binding, bind
+from tessera.annotations import Binding
 from tessera.compiler.gradient_primitive import gradient_p, unreached_error
 from tessera.compiler.ir import Graph, Role, Value
 from tessera.compiler.pipelining.pipeline_primitive import (
@@ -35,9 +35,10 @@ from tessera.compiler.trace.control_flow.autograph import (
 )
 from tessera.compiler.trace.control_flow.printing import require_known
 from tessera.compiler.trace.declared_layouts import (
+    DimNames,
     Options,
     argument_values,
-    is_number,
+    output_test,
     output_values,
     parameter_value,
 )
@@ -51,7 +52,7 @@ from tessera.errors import (
     ParameterNameError,
 )
 from tessera.mesh import Mesh, manual_axes, opened_or_none
-from tessera.object_arguments import check_references, split_result
+from tessera.object_arguments import as_it_is, check_references, split_result
 from tessera.shard import DistTensor
 from tessera.tree import Skeleton, partition
 
@@ -67,6 +68,7 @@ class Trace:
       graph: The program with its inputs: arguments, then parameters, then arrays.
       parameters: The step's parameters, one for each parameter input, by name.
       donated: Arguments whose memory the outputs may take over.
+      keeps_unused: Whether the program takes arguments that it does not use.
       result: The function's result without its arrays.
       restore: Puts objects that the function created in the place of their arrays.
       writes: What is written back to the caller's arguments; outputs after the result.
@@ -75,14 +77,10 @@ class Trace:
     graph: Graph
     parameters: dict[str, DistTensor]
     donated: frozenset[str]
+    keeps_unused: bool
     result: Skeleton
     restore: Callable[[Any], Any]
     writes: tuple[Write, ...] = ()
-
-    @property
-    def returns_list(self) -> bool:
-        """Whether the program returns a list of arrays, and not the result's tree."""
-        return bool(self.result.statics or self.writes)
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The function's result from the program's outputs."""
@@ -152,12 +150,9 @@ class _Tracing:
         self.unreached: dict[int, frozenset[str]] = {}
         self.batch_arguments: dict[int, Decision] = {}
         self.weights: dict[str, bool] | None = None
-        self.binding = bind(function, call.args, call.kwargs, name=options.name)
-        # The mesh that is open around an SPMD region is none for the blocks inside it.
-        opened = None if manual_axes() else opened_or_none()
-        self.owners: list[tuple[str, Mesh | None]] = [
-            ("the step", options.mesh or opened)
-        ]
+        self.binding = call.bound_to(function, options.name)
+        mesh = options.mesh or _open_mesh(options)
+        self.owners: list[tuple[str, Mesh | None]] = [("the step", mesh)]
         if options.strategy is not None and self._common_mesh() is None:
             self.owners.append(("the strategy", options.strategy.default_mesh()))
 
@@ -176,7 +171,7 @@ class _Tracing:
         if is_new or _inputs_of(here.declared) != _inputs_of(self.parameters):
             self.parameters = here.declared  # the next trace has inputs for them
             return None
-        graph = _graph(run, inputs, mesh, options, self.binding)
+        graph = _graph(run, inputs, mesh, options)
         found = meshes_used(graph, here.inner)
         if self._common_mesh(found) != mesh:
             self.owners += found  # the next trace is on the mesh that this one found
@@ -204,6 +199,7 @@ class _Tracing:
             graph=graph,
             parameters=here.declared,
             donated=options.donate,
+            keeps_unused=options.keeps_unused,
             result=run.result,
             restore=run.restore,
             writes=tuple(run.writes),
@@ -257,18 +253,21 @@ class _Tracing:
         return scope.Scope(
             mesh=None if alone else mesh,
             unreached=self.unreached,
-            plan=scope.plan_of(is_deterministic=alone),
+            plan=scope.plan_of(alone, self.options.compiler_options),
             is_whole_batch=is_whole_batch,
             batch_arguments=self.batch_arguments,
         )
 
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
         self.outside.restore()  # what an earlier trace changed
-        donated = self.options.donate
         if not self.options.is_deterministic:
-            return _run(self.function, self.call, values, here, donated=donated)
+            return self._run_once(values, here)
         with scope.alone_on(self._common_mesh()):
-            return _run(self.function, self.call, values, here, donated=donated)
+            return self._run_once(values, here)
+
+    def _run_once(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
+        donated = self.options.donate
+        return _run(self.function, self.call, values, here, self.binding, donated)
 
     def _rows(self, graph: Graph) -> BatchRows:
         def retrace(values: Sequence[Value], here: scope.Scope) -> _jax.Program:
@@ -287,6 +286,17 @@ class _Tracing:
         return not options.batch or is_in(path, options.batch)
 
 
+def _open_mesh(options: Options) -> Mesh | None:
+    """The mesh of ``with mesh:``; one of JAX is for those who declare layouts.
+
+    The mesh that is open around an SPMD region is none for the blocks inside it.
+    """
+    if manual_axes():
+        return None
+    ambient = _jax.ambient_mesh() if options.declares_layouts else None
+    return opened_or_none() or (None if ambient is None else Mesh.of(ambient))
+
+
 def _listed(parameters: Mapping[str, DistTensor]) -> str:
     return ", ".join(map(repr, parameters)) or "none"
 
@@ -300,6 +310,7 @@ class _TraceRun:
     result: Skeleton
     restore: Callable[[Any], Any]
     writes: list[Write]
+    dim_names: DimNames
 
 
 def _run(
@@ -307,12 +318,13 @@ def _run(
     call: Call,
     values: Sequence[Value],
     here: scope.Scope,
-    *,
-    donated: frozenset[str] = frozenset(),
+    binding: Binding,
+    donated: frozenset[str],
 ) -> _TraceRun:
     mesh = here.mesh
-    run = _TraceRun(here, None, Skeleton(None, {}), lambda result: result, [])
+    run = _TraceRun(here, None, Skeleton(None, {}), as_it_is, [], {})
     names = [argument.name for argument in call.arguments]
+    is_output = output_test(call)
 
     def flat(*arrays: Any) -> list[Any]:
         for array, value in zip(arrays, values, strict=True):
@@ -330,16 +342,23 @@ def _run(
         with casts.carried_autocast():
             result = scope.resolve_callee(function)(*args, **kwargs)
         result, run.restore = split_result(result)
-        returned, run.result = partition(result, is_number)
+        returned, run.result = partition(result, is_output)
+        returned = list(map(jnp.asarray, returned))
+        if binding.result_hint is not None:
+            run.dim_names = binding.result_dim_names(run.result.combine(returned))
+            if here.is_whole_batch:  # one microbatch has other sizes
+                binding.check_result(run.result.combine(returned))
         run.writes, written = watch.changes()
         skeletons = [run.result, *(write.skeleton for write in run.writes)]
         require_known([leaf for s in skeletons for leaf in s.statics.values()])
-        return [jnp.asarray(leaf) for leaf in (*returned, *written)]
+        here.forget_values()
+        return [*returned, *map(jnp.asarray, written)]
 
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
         run.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
-    check_references((), _jax.constants(run.program))
+    if mesh is not None and mesh.size > 1:
+        check_references((), _jax.constants(run.program))
     return run
 
 
@@ -365,18 +384,11 @@ def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None
 
 
 def _graph(
-    run: _TraceRun,
-    inputs: Sequence[Value],
-    mesh: Mesh | None,
-    options: Options,
-    binding: Binding,
+    run: _TraceRun, inputs: Sequence[Value], mesh: Mesh | None, options: Options
 ) -> Graph:
     avals = [variable.aval for variable in _jax.outputs(run.program)]
-    result = run.result.combine(avals)
-    binding.check_result(result)
-    names = binding.result_dim_names(result)
     count = run.result.num_arrays
-    outputs = output_values(options, run.result, avals[:count], mesh, names)
+    outputs = output_values(options, run.result, avals[:count], mesh, run.dim_names)
     described = Graph(
         name=options.name,
         program=run.program,

@@ -3,18 +3,23 @@
 
 A traced function works on copies of its arguments. The entries that it assigns are
 outputs of the program after those of its result, and after the call they are assigned
-in the caller's own dicts and lists. A call that fails changes nothing.
+in the caller's own dicts and lists. A container from which the function only removes
+entries stays as it is, and so does an entry that is assigned inside of a transformation
+(a loss under ``jax.grad``, the body of a ``scan``): its value ends with that. A call
+that fails changes nothing.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from tessera import _jax
 from tessera.compiler.ir import Value
 from tessera.compiler.trace.declared_layouts import is_number
-from tessera.errors import WriteBackError
+from tessera.errors import TesseraWarning, WriteBackError
 from tessera.object_arguments import split_result
 from tessera.tree import Skeleton, partition, path_name
 
@@ -50,14 +55,11 @@ class Write:
 
     def names(self) -> list[str]:
         """What each of its outputs is called: ``optimizer_state/loss_scale``."""
-        count = self.skeleton.structure.num_leaves
-        indices = jax.tree.unflatten(self.skeleton.structure, range(count))
-        named = dict(zip(self.entries, indices, strict=True))
+        entries, statics = self.entries, self.skeleton.statics
         return [
-            path_name(path, f"{self.name}/{entry}")
-            for entry, value in named.items()
-            for path, index in jax.tree_util.tree_flatten_with_path(value)[0]
-            if index not in self.skeleton.statics
+            path_name(path[1:], f"{self.name}/{entries[path[0].idx]}")
+            for index, path in enumerate(self.skeleton.paths)
+            if index not in statics
         ]
 
 
@@ -110,24 +112,23 @@ class MutationTracker:
                     got=f"a {type(value).__name__}, of which the function has a copy",
                     fix="return it, or assign into a dict or list argument",
                 )
-        changed = {
-            argument
-            for argument, _, _, holder, before in self._seen
-            if _changed(holder, before) is not None
-        }
+        stored = [
+            (argument, path, name, holder, _stored(name, holder, before))
+            for argument, path, name, holder, before in self._seen
+        ]
+        changed = {argument for argument, *_, entries in stored if entries}
         writes, arrays = list[Write](), list[Any]()
-        for argument, path, name, holder, before in self._seen:
-            entries = _changed(holder, before)
-            if argument in changed and name.partition("/")[0] in self._donated:
-                entries = [key for key, value in _content(holder) if _is_opaque(value)]
-            if not entries and _changed(holder, before) is None:
-                continue
-            assert entries is not None, "what was changed has entries, or lost some"
+        for argument, path, name, holder, entries in stored:
             now = dict(_content(holder))
+            if argument in changed and name.partition("/")[0] in self._donated:
+                entries = [k for k, v in now.items() if _is_given_back(v)]
+            if not entries:
+                continue
+            kept = [key for key in now if key in entries or not _is_scratch(now[key])]
             assigned, restore = split_result(tuple(now[key] for key in entries))
             found, skeleton = partition(assigned, _is_array)
             arrays += found
-            keys = tuple(entries), tuple(now)
+            keys = tuple(entries), tuple(kept)
             writes.append(Write(argument, path, name, *keys, skeleton, restore))
         return writes, arrays
 
@@ -144,17 +145,34 @@ def _differ(first: Any, second: Any) -> bool:
     return first is not second
 
 
-def _is_opaque(value: Any) -> bool:
-    """Whether an entry is no container that is tracked by itself."""
-    return not isinstance(value, (dict, list))
+def _is_scratch(value: Any) -> bool:
+    """Whether a value belongs to a transformation that has ended."""
+    return any(map(_jax.is_of_ended_trace, jax.tree.leaves(value)))
 
 
-def _changed(holder: Any, before: Mapping[Any, Any]) -> list[Any] | None:
-    """The entries with another value than before; None if nothing changed."""
-    absent = object()
-    now = list(_content(holder))
-    entries = [key for key, value in now if value is not before.get(key, absent)]
-    return entries if entries or len(now) != len(before) else None
+def _is_given_back(value: Any) -> bool:
+    """Whether an entry is no container, which is tracked by itself, and has a value."""
+    return not (isinstance(value, (dict, list)) or _is_scratch(value))
+
+
+def _stored(name: str, holder: Any, before: Mapping[Any, Any]) -> list[Any]:
+    """The entries that a function assigned; none where it only removed some."""
+    absent, now = object(), list(_content(holder))
+    if isinstance(holder, list):
+        rest = iter(before.values())
+        if all(any(item is other for other in rest) for _, item in now):
+            return []
+    changed = [(key, item) for key, item in now if item is not before.get(key, absent)]
+    for key, item in changed:
+        if key in before and _is_scratch(item):
+            warnings.warn(
+                f"{f'{name}/{key}'!r} keeps its value: what was assigned to it inside "
+                "of a transformation, such as a loss under jax.grad, ends with that. "
+                "Return it from there (has_aux=True), and assign it outside",
+                TesseraWarning,
+                stacklevel=2,
+            )
+    return [key for key, item in changed if not _is_scratch(item)]
 
 
 def write_values(

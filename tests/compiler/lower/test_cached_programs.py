@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
-from tessera.api.function import function
+from tessera.api.jit import function
 from tessera.mesh import Mesh
 
 WITH_LINES = "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"

@@ -30,7 +30,7 @@ X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
 
 
 def traced(function, *args, **options):
-    names = function.__code__.co_varnames
+    names = function.__code__.co_varnames[: len(args)]
     call = flatten_args(names, args, {})
     return trace(function, call, Options(name="f", **options))
 

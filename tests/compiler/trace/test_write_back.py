@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.errors import WriteBackError
+from tessera.errors import TesseraWarning, WriteBackError
 
 X = jnp.arange(3.0)
 
@@ -40,17 +40,70 @@ def test_entries_go_and_lists_grow():
     @ts.function
     def function(x, *, state, rows):
         del state["old"]
-        state.pop("older")
+        state["new"] = state.pop("older") + x
         rows.append(x)
         rows.pop(0)
         rows[0] = rows[0] + 1.0
 
-    state, rows = {"old": X, "older": 1, "kept": X}, [X, X]
-    for _ in range(1):
-        assert function(X, state=state, rows=rows) is None
-    assert list(state) == ["kept"]
+    state, rows = {"old": X, "older": X, "kept": X}, [X, X]
+    assert function(X, state=state, rows=rows) is None
+    assert list(state) == ["kept", "new"]
     assert len(rows) == 2
     np.testing.assert_array_equal(rows[0], X + 1)
+
+
+def test_a_container_that_only_loses_entries_stays_as_it_is():
+    @ts.function
+    def function(batch, rows):
+        target = batch.pop("y")
+        return target - batch.pop("x") + rows.pop(0)
+
+    batch, rows = {"x": X, "y": 2 * X, "name": "b"}, [X, 3 * X]
+    for _ in range(2):
+        np.testing.assert_array_equal(function(batch, rows), 2 * X)
+    assert list(batch) == ["x", "y", "name"]
+    assert len(rows) == 2
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, x: jax.grad(lambda v: jnp.sum(f(v)))(x),
+        lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
+        lambda f, x: jax.checkpoint(f)(x),
+        lambda f, x: jax.vmap(f)(x),
+        lambda f, x: jax.jvp(f, (x,), (x,))[1],
+    ],
+    ids=["grad", "scan", "checkpoint", "vmap", "jvp"],
+)
+def test_a_scratch_value_of_a_transformation_is_not_given_back(transformed):
+    def body(x, batch):
+        def inner(v):
+            batch["hidden"] = v * 2.0
+            return batch["hidden"] * batch["scale"]
+
+        return transformed(inner, x)
+
+    batch = {"scale": jnp.float32(3)}
+    for _ in range(2):
+        found = ts.function(body)(X, batch)
+        np.testing.assert_allclose(found, jax.jit(body)(X, batch))
+    assert list(batch) == ["scale"]
+
+
+def test_an_entry_that_a_transformation_changes_keeps_its_value_and_that_is_said():
+    @ts.function
+    def function(x, batch):
+        def loss(v):
+            batch["mean"] = jnp.mean(v)
+            return jnp.sum(v**2)
+
+        return jax.grad(loss)(x)
+
+    batch = {"mean": jnp.float32(0)}
+    with pytest.warns(TesseraWarning, match="'batch/mean' keeps its value"):
+        np.testing.assert_allclose(function(X, batch), 2 * X)
+    assert batch["mean"] == 0
 
 
 def test_repeated_calls_use_one_program():

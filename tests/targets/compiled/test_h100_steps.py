@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tessera import function
-from tessera.compiler.lower.jit import compiler_options
+from tessera.compiler.lower.jit import options_of
 from tessera.mesh import Mesh
 from tests.targets.compiled.programs import (
     ACTIVATIONS,
@@ -127,7 +127,7 @@ def test_tp_all_reduces_activations():
 def test_parameters_are_gathered_a_layer_ahead_between_hosts(target, is_ahead):
     mesh = Mesh(["fsdp"], shape=(8,), target=target)
     traced = function(lambda x: x.sum(), mesh=mesh).trace(array(8))
-    options = compiler_options(traced.graph)
+    options = options_of(traced.graph)
     assert options.get("xla_gpu_enable_pipelined_all_gather", False) is is_ahead
 
 

@@ -154,7 +154,8 @@ class Conversion:
             got=got + runs_plainly,
             fix="use `if`, `while` or `for` in a function that is defined in a file, "
             "or jnp.where, jax.lax.cond and jax.lax.while_loop\n"
-            "a setting that Python decides on has to be a Python value, not an array",
+            "a Python value stays one unless a transformation of JAX takes it as an "
+            "argument: close over it, or use functools.partial",
         )
 
     @contextmanager

@@ -10,6 +10,7 @@ one entry, their whole content, which can be compared but cannot be traced.
 import collections
 import gc
 import itertools
+import operator
 import pickle
 import random
 from abc import ABC, abstractmethod
@@ -271,7 +272,7 @@ def _position_of(target: Any) -> Any:
     if isinstance(target, GeneratorType):
         parts.append(None if target.gi_frame is None else target.gi_frame.f_lasti)
     elif hasattr(target, "__length_hint__"):
-        parts.append(target.__length_hint__())
+        parts.append(operator.length_hint(target))  # 0 of one without end
     for part in gc.get_referents(target):
         inner = part if isinstance(target, (zip, map)) and type(part) is tuple else ()
         parts += [_position_of(each) for each in (part, *inner) if is_iterator(each)]

@@ -41,8 +41,13 @@ def is_user_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     return _is_converted_package(package) or not is_library
 
 
-def is_user_module(name: str) -> bool:
-    """Whether a module is the user's."""
+def is_user_module(name: object) -> bool:
+    """Whether the name of a module is that of one of the user's.
+
+    Classes of extension modules may have anything as their ``__module__``.
+    """
+    if not isinstance(name, str):
+        return False
     package = name.partition(".")[0]
     if package in sys.stdlib_module_names or package == "tessera":
         return name == "__main__"

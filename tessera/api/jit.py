@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.function``, which is ``ts.jit``: makes a ``Function`` of a Python function."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from tessera.annotations import signature_of
+from tessera.api.function import Function
+from tessera.api.jit_options import JitOptions, declared_twice, one_of
+from tessera.compiler.pass_runner import is_deterministic
+from tessera.compiler.trace.declared_layouts import Options
+from tessera.mesh import Mesh
+
+__all__ = ["function"]
+
+
+def function(  # noqa: PLR0913 - the options of jax.jit, too
+    body: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Mapping[str, Any] | None = None,
+    out_specs: Any = None,
+    donate: Sequence[str] = (),
+    skip_passes: Collection[str] = (),
+    numerics: str = "fast",
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: Mapping[str, bool | str] | None = None,
+) -> Any:
+    """Compile a function written for one device for the mesh that it is used on.
+
+    It takes what ``jax.jit`` takes, and the options of both.
+
+    Args:
+      body: The function; leave it out to use the options as a decorator.
+      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
+        the arguments live on, or the default device.
+      in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
+        tree of them that is a prefix of the argument. Arguments without one keep the
+        layout that they come with; without that they are replicated.
+      out_specs: Layouts of the result, in the same form. The partitioner decides where
+        none is given.
+      donate: Names of arguments whose memory the results may take over.
+      skip_passes: Names of passes to leave out. Inside another traced function this
+        one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
+      numerics: ``fast``, or ``deterministic``: the results have the same bits on every
+        mesh. Layouts then split only what is stored: every device gathers the inputs,
+        computes the whole function as if alone, and keeps its blocks of the results,
+        which are whole where no layout is declared. So it takes as long as on one
+        device. It does not hold under ``jax.disable_jit``.
+      in_shardings: ``in_specs`` by position, as of ``jax.jit``: a tuple with a
+        ``NamedSharding``, a ``PartitionSpec``, a tree of them or None for each
+        argument, or one for all. The mesh of a ``NamedSharding`` is that to run on.
+      out_shardings: ``out_specs`` in the same form.
+      static_argnums: Positions of arguments that are static as a whole, though there
+        are arrays in them or they are trees: they have a hash, and are compared by it.
+        Other Python values are static anyway.
+      static_argnames: The same by name.
+      donate_argnums: ``donate`` by position.
+      donate_argnames: ``donate``, as ``jax.jit`` calls it.
+      keep_unused: Whether the program takes arguments that it does not use.
+      inline: Whether the function is inlined where ``jax.jit`` traces it; Tessera
+        always does so.
+      compiler_options: Options of XLA for this program, by name.
+
+    Returns:
+      A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
+
+    Raises:
+      UnknownPassError: [T307] there is no such pass.
+      SpecFormError: [T204] a layout is declared for an argument that does not exist, or
+        in a form that is none.
+      SettingValueError: [T502] there are no such numerics.
+      SettingConflictError: [T507] two options declare the same in different ways, or
+        numerics are deterministic, and the pass ``compute_whole`` is skipped; or (in
+        the first call) the function divides a computation over a mesh itself.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> @function
+      ... def scaled_sum(x, factor):
+      ...     return jnp.sum(x) * factor
+      >>> print(scaled_sum(jnp.arange(4.0), 2))
+      12.0
+    """
+    if body is None:
+        return functools.partial(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            donate=donate,
+            skip_passes=skip_passes,
+            numerics=numerics,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            keep_unused=keep_unused,
+            inline=inline,
+            compiler_options=compiler_options,
+        )
+    deterministic, strategy = is_deterministic(numerics, skip_passes), None
+    if isinstance(body, Function):
+        strategy, mesh = body.options.strategy, mesh or body.options.mesh
+        deterministic = deterministic or body.options.is_deterministic
+        body = body.body
+    declared = JitOptions.of(
+        signature_of(body),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static=(static_argnums, static_argnames),
+        donated=(donate_argnums, donate_argnames),
+    )
+    if in_shardings is not None and in_specs:
+        raise declared_twice("in_specs", in_specs, in_shardings)
+    options = Options(
+        name=getattr(body, "__name__", type(body).__name__),
+        strategy=strategy,
+        mesh=one_of("mesh", mesh, declared.mesh),
+        in_specs=dict(in_specs or {}) or declared.in_specs,
+        in_spec=declared.in_spec,
+        out_specs=one_of("out_specs", out_specs, declared.out_specs),
+        donate=frozenset(donate) | declared.donate,
+        is_deterministic=deterministic,
+        keeps_unused=keep_unused,
+        is_inlined=inline,
+        compiler_options=tuple(dict(compiler_options or {}).items()),
+    )
+    return Function(body, options, skip_passes, declared.static)

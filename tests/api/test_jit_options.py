@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``jax.jit``: static arguments, donated ones, shardings, XLA's."""
+
+import operator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+from tessera.errors import ArgumentError, SettingConflictError, SpecFormError
+
+X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scale:
+    """A tree that hashes, with leaves that are no arrays."""
+
+    factor: float
+    name: str
+
+
+def body(x, scale, *rest, key=0):
+    assert isinstance(scale, Scale)
+    return x * scale.factor + len(rest) + key
+
+
+# --- static arguments
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_argnums": 1},
+        {"static_argnums": (1,)},
+        {"static_argnums": -1},
+        {"static_argnames": "scale"},
+        {"static_argnums": [1], "static_argnames": ["key"]},
+    ],
+    ids=str,
+)
+def test_a_static_argument_is_one_value_whatever_tree_it_is(options):
+    step = ts.jit(body, **options)
+    for _ in range(2):
+        np.testing.assert_allclose(step(X, Scale(2.0, "a")), X * 2, rtol=1e-6)
+        np.testing.assert_allclose(step(X, scale=Scale(2.0, "a")), X * 2, rtol=1e-6)
+    np.testing.assert_allclose(step(X, Scale(3.0, "a")), X * 3, rtol=1e-6)
+    assert step.num_programs() == 3
+
+
+def test_a_static_argument_is_compared_as_a_whole():
+    @jax.tree_util.register_pytree_node_class
+    class ByName:
+        def __init__(self, name, value):
+            self.name, self.value = name, value
+
+        def __eq__(self, other):
+            return isinstance(other, ByName) and other.name == self.name
+
+        def __hash__(self):
+            return hash(self.name)
+
+        def tree_flatten(self):
+            return (self.value,), self.name
+
+        @classmethod
+        def tree_unflatten(cls, name, children):
+            raise AssertionError("a static argument is never flattened")
+
+    step = ts.jit(lambda x, by: x * len(by.name), static_argnums=1)
+    for value in (X, X + 1):
+        np.testing.assert_array_equal(step(X, ByName("ab", value)), X * 2)
+    assert step.num_programs() == 1
+
+
+def test_a_static_argument_without_a_hash_is_refused():
+    step = ts.jit(lambda x, by: x, static_argnums=1)
+    with pytest.raises(ArgumentError, match="'by' can be neither traced nor held"):
+        step(X, {"a": X})
+
+
+def test_a_builtin_takes_static_arguments():
+    assert ts.jit(operator.add, static_argnums=(1,))(X, 1)[0] == 0.0
+
+
+@pytest.mark.parametrize("number", [3, -4])
+def test_there_must_be_such_an_argument(number):
+    for option in ("static_argnums", "donate_argnums"):
+        with pytest.raises(SpecFormError, match=f"no argument {number}"):
+            ts.jit(lambda x, y: x, **{option: number})
+    with pytest.raises(SpecFormError, match="did you mean 'rate'"):
+        ts.jit(lambda x, rate: x, donate_argnames="rat")
+
+
+# --- donated arguments
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"donate_argnums": 0}, {"donate_argnames": ["state"]}, {"donate": ["state"]}],
+    ids=str,
+)
+def test_a_donated_argument_is_gone(options):
+    step = ts.jit(lambda state, x: {"w": state["w"] + x}, **options)
+    state = {"w": X + 1.0}
+    step(state, X)
+    assert state["w"].is_deleted()
+    assert not X.is_deleted()
+
+
+def test_an_argument_is_not_both_static_and_donated():
+    with pytest.raises(SettingConflictError, match="both static and donated"):
+        ts.jit(lambda x: x, static_argnums=0, donate_argnums=0)
+
+
+# --- shardings
+
+
+def test_shardings_are_layouts_and_their_mesh(dp_mesh):
+    split, whole = (NamedSharding(dp_mesh.jax, P(*axes)) for axes in (["dp"], []))
+    step = ts.jit(
+        lambda tree, y: (tree["a"] + y, tree["b"]),
+        in_shardings=({"a": split, "b": whole}, None),
+        out_shardings=(split, None),
+    )
+    compiled = step.compile({"a": X, "b": X}, X)
+    (a, b), (y,) = compiled.jax.input_shardings[0][:2]
+    assert (a.spec, y.spec) == (P("dp"), P())
+    assert b is None or b.spec == P()
+    assert step({"a": X, "b": X}, X)[0].sharding == split
+
+
+def test_one_sharding_is_for_all_arguments(dp_mesh):
+    split = NamedSharding(dp_mesh.jax, P("dp"))
+    compiled = ts.jit(jnp.add, in_shardings=split, out_shardings=split).compile(X, X)
+    assert [s[0].spec for s in compiled.jax.input_shardings[0][:2]] == [P("dp")] * 2
+
+
+def test_a_spec_needs_the_mesh_that_is_open(dp_mesh):
+    step = ts.jit(lambda x: x * 2, in_shardings=(P("dp"),), out_shardings=P("dp"))
+    with dp_mesh:
+        assert step(X).sharding.spec == P("dp")
+    with jax.set_mesh(dp_mesh.jax):
+        assert step(X).sharding.spec == P("dp")
+
+
+def test_shardings_are_of_one_mesh_and_of_the_mesh_that_is_declared(dp_mesh, grid_mesh):
+    one, other = (NamedSharding(mesh.jax, P("dp")) for mesh in (dp_mesh, grid_mesh))
+    with pytest.raises(SettingConflictError, match="several meshes"):
+        ts.jit(jnp.add, in_shardings=(one, other))
+    with pytest.raises(SettingConflictError, match="declared in two ways"):
+        ts.jit(jnp.add, in_shardings=(one, one), mesh=grid_mesh)
+    with pytest.raises(SettingConflictError, match="declared in two ways"):
+        ts.jit(jnp.sin, in_shardings=one, in_specs={"x": P()})
+
+
+def test_other_shardings_are_refused():
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(SpecFormError, match="takes NamedSharding and PartitionSpec"):
+        ts.jit(jnp.sin, out_shardings=sharding)
+
+
+# --- the compiler's
+
+
+def test_unused_arguments_are_kept_where_asked():
+    def count(**options):
+        text = ts.jit(lambda x, y: x + 1.0, **options).compile(X, X).as_text()
+        return text.count("parameter(")
+
+    assert count(keep_unused=True) == count() + 1
+
+
+def test_options_of_the_compiler_are_of_this_function_alone():
+    options = {"xla_disable_hlo_passes": "algsimp"}
+    step = ts.jit(lambda x: x / 3.0 * 0.1, compiler_options=options)
+    assert dict(step.trace(X).graph.plan.compiler_options) == options
+    np.testing.assert_allclose(step(X), X / 3.0 * 0.1, rtol=1e-6)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        ts.jit(jnp.sin, compiler_options={"no_such_option": True})(X)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        ts.jit(jnp.sin).lower(X).compile({"no_such_option": True})
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_it_is_inlined_where_asked_as_by_jax(inline):
+    def has_call(jit):
+        step = jit(lambda x: x + 1.0, inline=inline)
+        return "jit[" in str(jax.make_jaxpr(lambda x: step(x))(X))
+
+    assert has_call(ts.jit) is has_call(jax.jit)
