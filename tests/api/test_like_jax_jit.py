@@ -270,6 +270,7 @@ def test_state_that_a_step_writes_and_does_not_read(dp_mesh):
     assert int(model.drop.rngs.count.get_value()) == before + 2
 
 
+@pytest.mark.slow(reason="JAX looks for leaks among all objects of the process")
 def test_leaks_are_checked_as_under_jax_jit(dp_mesh):
     leaked = []
     with jax.checking_leaks():

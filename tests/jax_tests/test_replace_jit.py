@@ -26,6 +26,7 @@ class MadeUpTest(unittest.TestCase):
 """
 
 
+@pytest.mark.slow(reason="it runs pytest, which imports the helpers of JAX's tests")
 def test_what_a_test_calls_as_jax_jit_is_tesseras_and_every_outcome_is_recorded(
     tmp_path, capsys
 ):
