@@ -133,7 +133,7 @@ class Function:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result of such a call with arrays as ``jax.ShapeDtypeStruct`` s."""
-        return jax.eval_shape(functools.partial(self, *args, **kwargs))
+        return self.trace(*args, **kwargs).out_info
 
     def num_programs(self) -> int:
         """How many programs were compiled for calls so far."""

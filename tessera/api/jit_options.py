@@ -4,15 +4,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, Final
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.annotations import argument_names
 from tessera.compiler.trace.static_values import StaticArgument
-from tessera.errors import SettingConflictError, SpecFormError
+from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.mesh import Mesh
+
+_VARIADIC: Final = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,13 @@ def selected(
     known = [n for n in argument_names(signature, len(kinds)) if "[" not in n]
     takes_more = Parameter.VAR_POSITIONAL in kinds
     names = set(_listed(argnames))
+    every = [n for n, p in signature.parameters.items() if p.kind not in _VARIADIC]
+    unknown = sorted(names.difference(every))
+    if unknown and Parameter.VAR_KEYWORD not in kinds:
+        raise SpecFormError(
+            f"there is no argument {unknown[0]!r} to be {what}",
+            fix=did_you_mean(unknown[0], every),
+        )
     for position in _listed(argnums):
         index = position + len(known) if position < 0 else position
         if not 0 <= index < len(known) and not (takes_more and position >= 0):

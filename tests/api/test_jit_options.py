@@ -94,8 +94,9 @@ def test_there_must_be_such_an_argument(number):
     for option in ("static_argnums", "donate_argnums"):
         with pytest.raises(SpecFormError, match=f"no argument {number}"):
             ts.jit(lambda x, y: x, **{option: number})
-    with pytest.raises(SpecFormError, match="did you mean 'rate'"):
-        ts.jit(lambda x, rate: x, donate_argnames="rat")
+    for option in ("static_argnames", "donate_argnames"):
+        with pytest.raises(SpecFormError, match="did you mean 'rate'"):
+            ts.jit(lambda x, rate: x, **{option: "rat"})
 
 
 # --- donated arguments
@@ -148,6 +149,14 @@ def test_a_spec_needs_the_mesh_that_is_open(dp_mesh):
         assert step(X).sharding.spec == P("dp")
     with jax.set_mesh(dp_mesh.jax):
         assert step(X).sharding.spec == P("dp")
+
+
+def test_the_open_mesh_is_looked_up_at_every_call(dp_mesh):
+    half = ts.Mesh(["dp"], devices=range(4))
+    step = ts.jit(lambda x: x * 2, out_shardings=P("dp"))
+    for mesh in (dp_mesh, half, dp_mesh):
+        with jax.set_mesh(mesh.jax):
+            assert step(np.asarray(X)).sharding.mesh.size == mesh.size
 
 
 def test_shardings_are_of_one_mesh_and_of_the_mesh_that_is_declared(dp_mesh, grid_mesh):

@@ -143,7 +143,9 @@ def test_a_call_that_fails_leaves_them_as_they_are():
             "pass it to the function as an argument alone",
         ),
         (
-            lambda ref: ts.function(lambda x: add(ref, x), mesh=ts.Mesh(["dp"]))(X),
+            lambda ref: ts.function(
+                lambda x: jax.jit(lambda x: add(ref, x))(x), mesh=ts.Mesh(["dp"])
+            )(X),
             "a mutable array that a function closes over lies on one device",
             "Ref{float32[8]}, and a mesh of several",
             "pass it to the function as an argument",

@@ -125,9 +125,11 @@ class Leaf:
         """The same leaf without its data, which a program must not keep alive."""
         if _is_padded(self.value):
             return Leaf(self.name, self.value.declaration())
-        if not isinstance(self.value, (jax.Array, np.ndarray)):
+        if isinstance(self.value, jax.ShapeDtypeStruct):
             is_of_now = _jax.canonical_dtype(self.aval.dtype) == self.aval.dtype
             return self if is_of_now else self._struct(self.value.sharding)
+        if not isinstance(self.value, (jax.Array, np.ndarray)):
+            return self
         if self.of_trace:
             return replace(self, value=_jax.struct(self.aval))
         return self._struct(

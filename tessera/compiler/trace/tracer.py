@@ -357,8 +357,6 @@ def _run(
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), _jax.isolated_trace():
         run.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
-    if mesh is not None and mesh.size > 1:
-        check_references((), _jax.constants(run.program))
     return run
 
 
@@ -398,7 +396,10 @@ def _graph(
         plan=run.scope.plan,
         is_deterministic=options.is_deterministic,
     )
-    return described.with_program(run.program)  # lifts what the run captured
+    graph = described.with_program(run.program)  # lifts what the run captured
+    if mesh is not None and mesh.size > 1:
+        check_references((), graph.captured)
+    return graph
 
 
 def _refuse_layouts(run: _TraceRun, options: Options) -> None:

@@ -113,18 +113,18 @@ class MutationTracker:
                     fix="return it, or assign into a dict or list argument",
                 )
         stored = [
-            (argument, path, name, holder, _stored(name, holder, before))
-            for argument, path, name, holder, before in self._seen
+            _stored(name, holder, before) for *_, name, holder, before in self._seen
         ]
-        changed = {argument for argument, *_, entries in stored if entries}
+        pairs = list(zip(self._seen, stored, strict=True))
+        changed = {argument for (argument, *_), entries in pairs if entries}
         writes, arrays = list[Write](), list[Any]()
-        for argument, path, name, holder, entries in stored:
+        for (argument, path, name, holder, before), entries in pairs:
             now = dict(_content(holder))
             if argument in changed and name.partition("/")[0] in self._donated:
                 entries = [k for k, v in now.items() if _is_given_back(v)]
             if not entries:
                 continue
-            kept = [key for key in now if key in entries or not _is_scratch(now[key])]
+            kept = [key for key in now if key in before or not _is_scratch(now[key])]
             assigned, restore = split_result(tuple(now[key] for key in entries))
             found, skeleton = partition(assigned, _is_array)
             arrays += found

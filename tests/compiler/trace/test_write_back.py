@@ -106,6 +106,27 @@ def test_an_entry_that_a_transformation_changes_keeps_its_value_and_that_is_said
     assert batch["mean"] == 0
 
 
+def test_such_an_entry_stays_where_another_one_is_assigned():
+    @ts.function
+    def function(x, batch, rows):
+        def loss(v):
+            batch["mean"], rows[0] = jnp.mean(v), v
+            batch["hidden"] = v
+            return jnp.sum(v**2)
+
+        batch["n"] = batch["n"] + 1.0
+        rows[1] = rows[1] + 1.0
+        return jax.grad(loss)(x)
+
+    batch, rows = {"mean": X, "n": X}, [X, X]
+    with pytest.warns(TesseraWarning, match="keeps its value"):
+        function(X, batch, rows)
+    assert list(batch) == ["mean", "n"]
+    assert batch["mean"] is rows[0] is X
+    np.testing.assert_array_equal(batch["n"], X + 1)
+    np.testing.assert_array_equal(rows[1], X + 1)
+
+
 def test_repeated_calls_use_one_program():
     @ts.function
     def function(x, state):
