@@ -22,7 +22,7 @@ from tessera import _jax, _jax_traces, scope
 from tessera._jax_lines import without_own_frames
 from tessera.annotations import argument_names, checked, signature_of
 from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
-from tessera.api.jit_options import StaticArguments
+from tessera.api.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
 from tessera.compiler.lower.jit import jitted, without_padding
@@ -78,7 +78,7 @@ class Function:
         body: Callable[..., Any],
         options: Options,
         skip_passes: Collection[str] = (),
-        static: StaticArguments | None = None,
+        static: StaticArguments = NO_ARGUMENTS,
     ) -> None:
         check_names(skip_passes)
         functools.update_wrapper(self, body)
@@ -87,7 +87,7 @@ class Function:
         self.skip_passes = tuple(skip_passes)
         self._signature = signature_of(body)
         options.check_names(self._signature)
-        self._static = static if static is not None and static.names else None
+        self.static = static
         self._programs: dict[Any, Program] = {}
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: Program | None = None
@@ -102,8 +102,8 @@ class Function:
         if scope.current() is not None:
             return self._inside(args, kwargs)
         try:
-            if self._static is not None:
-                args, kwargs = self._static.marked(args, kwargs)
+            if self.static.names:
+                args, kwargs = self.static.marked(args, kwargs)
             if self._takes_objects:
                 return self._with_objects(self._run_any, args, kwargs)
             return self._run_any(args, kwargs)
@@ -351,8 +351,8 @@ class Function:
         kwargs: Mapping[str, Any],
     ) -> _Result:
         """The result of a phase for a call that is not made."""
-        if self._static is not None:
-            args, kwargs = self._static.marked(args, kwargs)
+        if self.static.names:
+            args, kwargs = self.static.marked(args, kwargs)
         with objects_split(args, kwargs) as call:
             return stage(self._flatten(call.args, call.kwargs))
 

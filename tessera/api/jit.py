@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tessera.annotations import signature_of
@@ -39,7 +40,8 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     It takes what ``jax.jit`` takes, and the options of both.
 
     Args:
-      body: The function; leave it out to use the options as a decorator.
+      body: The function; leave it out to use the options as a decorator. One that is
+        compiled already keeps its options, where no others are declared.
       mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
         the arguments live on, or the default device.
       in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
@@ -109,11 +111,10 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
             inline=inline,
             compiler_options=compiler_options,
         )
-    deterministic, strategy = is_deterministic(numerics, skip_passes), None
-    if isinstance(body, Function):
-        strategy, mesh = body.options.strategy, mesh or body.options.mesh
-        deterministic = deterministic or body.options.is_deterministic
-        body = body.body
+    inner = body if isinstance(body, Function) else None
+    body = body if inner is None else inner.body
+    name = getattr(body, "__name__", type(body).__name__)
+    before = Options(name=name) if inner is None else inner.options
     declared = JitOptions.of(
         signature_of(body),
         in_shardings=in_shardings,
@@ -123,17 +124,25 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     )
     if in_shardings is not None and in_specs:
         raise declared_twice("in_specs", in_specs, in_shardings)
-    options = Options(
-        name=getattr(body, "__name__", type(body).__name__),
-        strategy=strategy,
-        mesh=one_of("mesh", mesh, declared.mesh),
-        in_specs=dict(in_specs or {}) or declared.in_specs,
-        in_spec=declared.in_spec,
-        out_specs=one_of("out_specs", out_specs, declared.out_specs),
-        donate=frozenset(donate) | declared.donate,
-        is_deterministic=deterministic,
-        keeps_unused=keep_unused,
-        is_inlined=inline,
-        compiler_options=tuple(dict(compiler_options or {}).items()),
+    specs = dict(in_specs or {}) or declared.in_specs
+    results = one_of("out_specs", out_specs, declared.out_specs)
+    is_laid_out = bool(specs) or declared.in_spec is not None
+    options = replace(
+        before,
+        name=name,
+        mesh=one_of("mesh", mesh, declared.mesh) or before.mesh,
+        in_specs=specs if is_laid_out else before.in_specs,
+        in_spec=declared.in_spec if is_laid_out else before.in_spec,
+        out_specs=before.out_specs if results is None else results,
+        donate=frozenset(donate) | declared.donate | before.donate,
+        is_deterministic=is_deterministic(numerics, skip_passes)
+        or before.is_deterministic,
+        keeps_unused=keep_unused or before.keeps_unused,
+        is_inlined=inline or before.is_inlined,
+        compiler_options=tuple(
+            (dict(before.compiler_options) | dict(compiler_options or {})).items()
+        ),
     )
-    return Function(body, options, skip_passes, declared.static)
+    static = declared.static if inner is None else declared.static | inner.static
+    passes = skip_passes if inner is None else {*skip_passes, *inner.skip_passes}
+    return Function(body, options, tuple(passes), static)

@@ -41,6 +41,11 @@ class StaticArguments:
         known = enumerate(argument_names(signature, count))
         return cls(names, frozenset(i for i, name in known if name in names))
 
+    def __or__(self, other: "StaticArguments") -> "StaticArguments":
+        return StaticArguments(
+            self.names | other.names, self.positions | other.positions
+        )
+
     def marked(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -54,6 +59,9 @@ class StaticArguments:
             for name, value in kwargs.items()
         }
         return tuple(positional), named
+
+
+NO_ARGUMENTS: Final = StaticArguments()
 
 
 @dataclass(frozen=True)

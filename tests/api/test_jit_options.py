@@ -2,7 +2,7 @@
 """The options of ``jax.jit``: static arguments, donated ones, shardings, XLA's."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -204,3 +204,19 @@ def test_it_is_inlined_where_asked_as_by_jax(inline):
         return "jit[" in str(jax.make_jaxpr(lambda x: step(x))(X))
 
     assert has_call(ts.jit) is has_call(jax.jit)
+
+
+def test_a_function_that_is_compiled_already_keeps_its_options(dp_mesh):
+    inner = ts.jit(
+        body,
+        static_argnums=1,
+        donate_argnums=0,
+        in_specs={"x": P("dp")},
+        out_specs=P("dp"),
+        keep_unused=True,
+        compiler_options={"xla_disable_hlo_passes": "algsimp"},
+    )
+    step = ts.jit(inner, mesh=dp_mesh)
+    assert step.options == replace(inner.options, mesh=dp_mesh)
+    assert step(X + 0.0, Scale(2.0, "a")).sharding.spec == P("dp")
+    assert ts.jit(inner, out_specs=P()).options.out_specs == P()
