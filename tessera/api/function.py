@@ -22,6 +22,7 @@ from tessera import _jax, _jax_traces, scope
 from tessera._jax_lines import without_own_frames
 from tessera.annotations import argument_names, checked, signature_of
 from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
+from tessera.api.flax_errors import changes_explained
 from tessera.api.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
 from tessera.compiler.eager import EagerResult, run_eagerly
@@ -46,7 +47,6 @@ from tessera.errors import (
 )
 from tessera.object_arguments import (
     WithObjects,
-    changes_explained,
     changes_in_place,
     check_captured_references,
     objects_split,

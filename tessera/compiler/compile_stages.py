@@ -8,7 +8,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import jax
@@ -21,8 +20,8 @@ from tessera.compiler.lower.dispatch import Dispatch
 from tessera.compiler.lower.jit import (
     check_layouts,
     compile_lowered,
-    jitted,
     lower,
+    traced_for_arrays,
 )
 from tessera.compiler.lower.stage_collectives import check_stages
 from tessera.compiler.pass_runner import PassRecord, check_names, run_passes
@@ -170,19 +169,7 @@ class Traced:
                 got="parameters of a step, or arguments that are no arrays",
                 fix="export a function that closes over what is no array",
             )
-        program = jitted(self.origin, self.graph, self.call)
-        counts = [len(argument.leaves) for argument in self.call.arguments]
-
-        def of_arrays(*args: Any, **kwargs: Any) -> Any:
-            rest = iter(jax.tree.leaves((args, kwargs)))
-            parts = [list(islice(rest, count)) for count in counts]
-            outputs = program(*parts, (), self.graph.captured)
-            return self.origin.unflatten(outputs)
-
-        of_arrays.__name__ = self.fun_name
-        types = [_jax.struct(leaf.aval) for leaf in self.call.leaves]
-        args, kwargs = self.call.rebuilt(types)
-        return jax.jit(of_arrays).trace(*args, **kwargs)
+        return traced_for_arrays(self.origin, self.graph, self.call)
 
 
 def _refuse_tensor(tensor: DistTensor) -> NoReturn:

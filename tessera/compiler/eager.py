@@ -32,12 +32,12 @@ from tessera.compiler.trace.declared_layouts import (
     output_test,
     output_values,
 )
-from tessera.compiler.trace.mesh_inference import common_mesh
+from tessera.compiler.trace.mesh_inference import common_mesh, open_mesh
 from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
 from tessera.errors import OutsideTraceError
-from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.mesh import Mesh
 from tessera.object_arguments import split_result
 from tessera.shard import DistTensor
 from tessera.tree import partition
@@ -172,7 +172,7 @@ def _traced(function: Callable[..., Any], call: Call, options: Options) -> Graph
 
 
 def _mesh_of(call: Call, options: Options) -> Mesh | None:
-    opened = None if manual_axes() else opened_or_none()
+    opened = open_mesh(declares_layouts=options.declares_layouts)
     return common_mesh(call.leaves, [("the step", options.mesh or opened)])
 
 

@@ -14,12 +14,8 @@ from typing import Any
 import jax
 
 from tessera import _jax_dispatch
-from tessera.compiler.trace.arguments import (
-    ProgramMismatch,
-    is_stored,
-    leaf_signature,
-    stored_arrays,
-)
+from tessera.compiler.trace.arguments import ProgramMismatch
+from tessera.compiler.trace.leaves import is_stored, leaf_signature, stored_arrays
 
 
 class _NotStored(Exception):

@@ -9,6 +9,7 @@ XLA chose are compared with the declared ones.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -124,6 +125,21 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
         if isinstance(array, jax.Ref):
             structs[number] = array  # JAX has no type for it
     return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
+
+
+def traced_for_arrays(trace: Trace, graph: Graph, call: Call) -> jax.stages.Traced:
+    """``jax.jit`` of the function's own arguments, all of them arrays, traced."""
+    program = jitted(trace, graph, call)
+    counts = [len(argument.leaves) for argument in call.arguments]
+
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        rest = iter(jax.tree.leaves((args, kwargs)))
+        parts = [list(islice(rest, count)) for count in counts]
+        return trace.unflatten(program(*parts, (), graph.captured))
+
+    of_arrays.__name__ = graph.name
+    args, kwargs = call.rebuilt([_jax.struct(leaf.aval) for leaf in call.leaves])
+    return jax.jit(of_arrays).trace(*args, **kwargs)
 
 
 def compile_lowered(

@@ -5,151 +5,29 @@ Arrays are traced. Python scalars, strings, callables and everything else is sta
 value: another value is another program.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import (
     NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
 )
 
 from tessera import _jax
 from tessera.annotations import Binding, bind, check_call, hints_of
+from tessera.compiler.trace.leaves import TRACED, Leaf, stored_arrays
 from tessera.compiler.trace.static_values import (
-    ATOMS,
     StaticArgument,
     StaticValue,
-    static_key,
 )
-from tessera.errors import ArgumentError, LayoutMismatchError
-from tessera.mesh import Mesh
+from tessera.errors import ArgumentError
 from tessera.object_arguments import STRUCTURE, Structure
-from tessera.shard import ARRAYS, DistTensor
-from tessera.shard_spec import axes_of_dims, spec_of_axes
 from tessera.tree import Skeleton, is_childless, path_name
-
-# The mesh axis of an array that is committed to one device.
-ONE_DEVICE = "device"
-
-_ARRAYS = (*ARRAYS, jax.ShapeDtypeStruct)
 
 
 class ProgramMismatch(Exception):
     """A call does not fit a program."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array among the arguments.
-
-    Attributes:
-      name: Its path: the argument's name, then keys.
-      value: The array.
-      of_object: Whether an NNX object holds it, so that it is no batch.
-      of_trace: Whether JAX is tracing it, so that its values are unknown.
-    """
-
-    name: str
-    value: Any
-    of_object: bool = False
-    of_trace: bool = False
-
-    @property
-    def layout(self) -> tuple[Mesh, PartitionSpec] | None:
-        """The mesh and spec that the array itself carries, if it carries any.
-
-        An array that is committed to one device lives on a mesh of that device.
-        """
-        if isinstance(self.value, DistTensor):
-            mesh = self.value.mesh
-            return None if mesh is None else (mesh, self.value.spec)
-        if isinstance(self.value, _jax.Tracer):
-            return None
-        sharding = getattr(self.value, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            spec, mesh = sharding.spec, _mesh_of(sharding.mesh)
-            if spec.unreduced or spec.reduced:
-                return mesh, spec
-            return mesh, spec_of_axes(axes_of_dims(spec, len(self.value.shape)))
-        if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
-            (device,) = sharding.device_set
-            return Mesh((ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
-        if sharding is not None and len(sharding.device_set) > 1:
-            raise LayoutMismatchError(
-                f"{self.name!r} lies on several devices, and its layout names no mesh",
-                got=str(sharding),
-                fix="move it first: jax.device_put(x, NamedSharding(mesh, spec))",
-            )
-        return None
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The spec of its layout, replicated where it has none."""
-        return self.layout[1] if self.layout else PartitionSpec()
-
-    @property
-    def _is_committed(self) -> bool:
-        return getattr(self.value, "committed", True)
-
-    @property
-    def aval(self) -> Any:
-        """Global shape, dtype and whether the dtype is weak."""
-        if isinstance(self.value, (DistTensor, jax.ShapeDtypeStruct)):
-            return self.value
-        return jax.typeof(self.value)
-
-    @property
-    def is_weak(self) -> bool:
-        """Whether the dtype is weak, as that of a Python number is."""
-        return _is_weak(self.aval)
-
-    def key(self) -> tuple[Any, ...]:
-        """What a program is specialized to in this array."""
-        shape, dtype = tuple(self.aval.shape), self.aval.dtype
-        # No compiled program takes a value that JAX is tracing.
-        varies = _jax.varying_axes(self.value) if self.of_trace else None
-        location = (self.layout, _jax.on_host(self.value), varies)
-        return (shape, dtype, self.is_weak, *location)
-
-    @property
-    def may_be_padded(self) -> bool:
-        """Whether it can have an uneven layout: a tensor, or a traced value."""
-        return isinstance(self.value, DistTensor) or self.of_trace
-
-    def abstract(self) -> "Leaf":
-        """The same leaf without its data, which a program must not keep alive."""
-        if _is_padded(self.value):
-            return Leaf(self.name, self.value.declaration())
-        if isinstance(self.value, jax.ShapeDtypeStruct):
-            is_of_now = _jax.canonical_dtype(self.aval.dtype) == self.aval.dtype
-            return self if is_of_now else self._struct(self.value.sharding)
-        if not isinstance(self.value, (jax.Array, np.ndarray)):
-            return self
-        if self.of_trace:
-            return replace(self, value=_jax.struct(self.aval))
-        return self._struct(
-            getattr(self.value, "sharding", None) if self.layout else None
-        )
-
-    def laid_out(self, layout: NamedSharding | None) -> "Leaf":
-        """The same leaf in a layout, unless it has one of its own."""
-        if layout is None or self.layout is not None:
-            return self
-        return self._struct(layout)
-
-    def _struct(self, sharding: Any) -> "Leaf":
-        struct = jax.ShapeDtypeStruct(
-            tuple(self.aval.shape),
-            _jax.canonical_dtype(self.aval.dtype),
-            sharding=sharding,
-            weak_type=self.is_weak,
-        )
-        return replace(self, value=struct)
 
 
 @dataclass(frozen=True)
@@ -350,27 +228,6 @@ def _text(form: Any) -> str:
     return repr(form.value) if isinstance(form, StaticValue) else str(form)
 
 
-def leaf_signature(value: Any) -> Hashable:
-    """What a program depends on in one leaf of a call, quickly.
-
-    Leaves of one signature have equal keys, ``Leaf.key()`` or that of their static
-    value. The converse does not hold: NumPy's arrays differ from JAX's here.
-    """
-    kind = type(value)
-    if kind in ATOMS:
-        return static_key(value)
-    if kind is DistTensor:
-        return kind, value.shape, value.dtype, value.mesh, value.spec
-    try:
-        return value.aval, value.sharding, value.committed
-    except AttributeError:
-        pass
-    if isinstance(value, _ARRAYS):
-        sharding = getattr(value, "sharding", None)
-        return kind, tuple(value.shape), value.dtype, _is_weak(value), sharding
-    return static_key(value)
-
-
 def as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     """A tuple of names from one name, several or None."""
     if names is None:
@@ -398,7 +255,7 @@ def _argument(name: str, value: Any) -> Argument:
         full = path_name(path, name)
         if isinstance(leaf, jax.core.ShapedArray):
             leaf = _jax.struct(leaf)
-        if isinstance(leaf, _ARRAYS):
+        if isinstance(leaf, TRACED):
             held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
             leaves.append(Leaf(full, leaf, held, isinstance(leaf, _jax.Tracer)))
         else:
@@ -437,42 +294,11 @@ def _kind_of(leaf: Any) -> str:
     return type(value).__name__
 
 
-def is_stored(value: Any) -> bool:
-    """Whether a program takes an array as it is.
-
-    It takes the stored array of a tensor, and one of 64 bits that was made while x64
-    was enabled as JAX itself does: in the dtype that it has now.
-    """
-    if isinstance(value, DistTensor):
-        return False
-    return not isinstance(value, jax.Array) or (
-        value.dtype == _jax.canonical_dtype(value.dtype)
-    )
-
-
-def stored_arrays(values: Sequence[Any]) -> list[Any]:
-    """Arrays as programs take them."""
-    return [v if is_stored(v) else _stored(v) for v in values]
-
-
-def _stored(value: Any) -> Any:
-    if isinstance(value, DistTensor):
-        return value.stored()
-    return value.astype(_jax.canonical_dtype(value.dtype))
-
-
-def _is_padded(value: Any) -> bool:
-    return isinstance(value, DistTensor) and value.is_padded
-
-
-def _is_weak(value: Any) -> bool:
-    return getattr(value, "weak_type", False)
-
-
 def changed_statics(before: Call, after: Call) -> list[str]:
     """Names of the static leaves whose values differ; empty if anything else does.
 
     Example:
+      >>> import numpy as np
       >>> first = flatten_args(["x", "rate"], (np.ones(2), 0.1), {})
       >>> second = flatten_args(["x", "rate"], (np.ones(2), 0.2), {})
       >>> changed_statics(first, second)
@@ -488,6 +314,3 @@ def changed_statics(before: Call, after: Call) -> list[str]:
             if was != now:
                 names.append(old.leaf_names[index])
     return names
-
-
-_mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)

@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tessera.compiler.ir import Role, Value
-from tessera.compiler.trace.arguments import Argument, Call, Leaf, is_in
+from tessera.compiler.trace.arguments import Argument, Call, is_in
+from tessera.compiler.trace.leaves import Leaf
 from tessera.compiler.trace.strategies import Strategy
 from tessera.device_grid import DATA_AXES
 from tessera.errors import LayoutMismatchError, SpecFormError, did_you_mean

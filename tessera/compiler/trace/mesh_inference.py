@@ -8,9 +8,9 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.compiler.ir import Graph, Role
-from tessera.compiler.trace.arguments import ONE_DEVICE, Leaf
+from tessera.compiler.trace.leaves import ONE_DEVICE, Leaf
 from tessera.errors import MeshConflictError
-from tessera.mesh import AUTO_AXES, Mesh
+from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 
 # The name of its owner for messages, and the mesh.
 Owned: TypeAlias = tuple[str, Mesh | None]
@@ -83,3 +83,14 @@ def _meshes_of_regions(program: _jax.Program) -> set[JaxMesh]:
         for inner in _jax.inner_programs(equation):
             meshes |= _meshes_of_regions(inner)
     return meshes
+
+
+def open_mesh(*, declares_layouts: bool) -> Mesh | None:
+    """The mesh of ``with mesh:``; one of JAX is for those who declare layouts.
+
+    The mesh that is open around an SPMD region is none for the blocks inside it.
+    """
+    if manual_axes():
+        return None
+    ambient = _jax.ambient_mesh() if declares_layouts else None
+    return opened_or_none() or (None if ambient is None else Mesh.of(ambient))

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.tree_util import PyTreeDef
 
-from tessera.compiler.trace.arguments import leaf_signature
+from tessera.compiler.trace.leaves import leaf_signature
 
 _Item = TypeVar("_Item")
 

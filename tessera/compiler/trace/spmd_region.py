@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 from tessera import _jax, scope
 from tessera.annotations import Annotation, Dim, bind, bind_call
 from tessera.compiler.ir import Graph
-from tessera.compiler.trace.arguments import Argument, Call, Leaf
+from tessera.compiler.trace.arguments import Argument, Call
 from tessera.compiler.trace.declared_layouts import is_number
+from tessera.compiler.trace.leaves import Leaf
 from tessera.compiler.trace.strategies import Strategy
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.mesh import Mesh, manual_axes, opened_or_none

@@ -19,13 +19,14 @@ from tessera.analysis.memory import format_bytes
 from tessera.compiler.ir import Graph
 from tessera.compiler.pipelining.pipeline_primitive import argument_rows
 from tessera.compiler.trace.argument_roles import updated_indices
-from tessera.compiler.trace.arguments import Argument, Call, Leaf, is_in
+from tessera.compiler.trace.arguments import Argument, Call, is_in
 from tessera.compiler.trace.carried_state import (
     Part,
     is_array,
     layouts_of_results,
     results_in_parts,
 )
+from tessera.compiler.trace.leaves import Leaf
 from tessera.compiler.trace.strategy_roles import (
     BATCH,
     GRADIENTS,

@@ -28,7 +28,7 @@ from tessera.compiler.pipelining.pipeline_primitive import (
     has_pipeline,
 )
 from tessera.compiler.trace.argument_roles import gradient_uses
-from tessera.compiler.trace.arguments import Call, Leaf, is_in
+from tessera.compiler.trace.arguments import Call, is_in
 from tessera.compiler.trace.control_flow.autograph import (
     ExternalState,
     with_control_flow,
@@ -42,7 +42,8 @@ from tessera.compiler.trace.declared_layouts import (
     output_values,
     parameter_value,
 )
-from tessera.compiler.trace.mesh_inference import common_mesh, meshes_used
+from tessera.compiler.trace.leaves import Leaf
+from tessera.compiler.trace.mesh_inference import common_mesh, meshes_used, open_mesh
 from tessera.compiler.trace.microbatch_trace import BatchRows, require_even_rows
 from tessera.compiler.trace.strategy_roles import BATCH
 from tessera.compiler.trace.torch_transpose import enable_torch_transpose
@@ -51,7 +52,7 @@ from tessera.errors import (
     NoMeshError,
     ParameterNameError,
 )
-from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.mesh import Mesh
 from tessera.object_arguments import as_it_is, check_references, split_result
 from tessera.shard import DistTensor
 from tessera.tree import Skeleton, partition
@@ -151,7 +152,7 @@ class _Tracing:
         self.batch_arguments: dict[int, Decision] = {}
         self.weights: dict[str, bool] | None = None
         self.binding = call.bound_to(function, options.name)
-        mesh = options.mesh or _open_mesh(options)
+        mesh = options.mesh or open_mesh(declares_layouts=options.declares_layouts)
         self.owners: list[tuple[str, Mesh | None]] = [("the step", mesh)]
         if options.strategy is not None and self._common_mesh() is None:
             self.owners.append(("the strategy", options.strategy.default_mesh()))
@@ -284,17 +285,6 @@ class _Tracing:
         if options.strategy is not None:
             return options.strategy.role(path) in (None, BATCH)
         return not options.batch or is_in(path, options.batch)
-
-
-def _open_mesh(options: Options) -> Mesh | None:
-    """The mesh of ``with mesh:``; one of JAX is for those who declare layouts.
-
-    The mesh that is open around an SPMD region is none for the blocks inside it.
-    """
-    if manual_axes():
-        return None
-    ambient = _jax.ambient_mesh() if options.declares_layouts else None
-    return opened_or_none() or (None if ambient is None else Mesh.of(ambient))
 
 
 def _listed(parameters: Mapping[str, DistTensor]) -> str:

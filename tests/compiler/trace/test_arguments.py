@@ -10,12 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.compiler.trace.arguments import (
-    Leaf,
-    changed_statics,
-    flatten_args,
-    leaf_signature,
-)
+from tessera.compiler.trace.arguments import changed_statics, flatten_args
+from tessera.compiler.trace.leaves import Leaf, leaf_signature
 from tessera.errors import ArgumentError
 from tessera.shard import ShardSpec, tensor
 

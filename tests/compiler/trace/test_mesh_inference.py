@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.compiler.trace.arguments import Leaf
+from tessera.compiler.trace.leaves import Leaf
 from tessera.compiler.trace.mesh_inference import common_mesh
 from tessera.errors import MeshConflictError
 from tessera.mesh import Mesh

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tessera.compiler.trace.arguments import leaf_signature
+from tessera.compiler.trace.leaves import leaf_signature
 from tessera.compiler.trace.program_lookup import ProgramLookup
 
 
