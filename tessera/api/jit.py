@@ -2,6 +2,7 @@
 """``ts.function``, which is ``ts.jit``: makes a ``Function`` of a Python function."""
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from tessera.api.function import Function
 from tessera.api.jit_options import JitOptions, declared_twice, one_of
 from tessera.compiler.pass_runner import is_deterministic
 from tessera.compiler.trace.declared_layouts import Options
+from tessera.errors import ArgumentError
 from tessera.mesh import Mesh
 
 __all__ = ["function"]
@@ -76,6 +78,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
 
     Raises:
+      ArgumentError: [T301] it is no function, or one that returns before it has run.
       UnknownPassError: [T307] there is no such pass.
       SpecFormError: [T204] a layout is declared for an argument that does not exist, or
         in a form that is none.
@@ -111,6 +114,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
             inline=inline,
             compiler_options=compiler_options,
         )
+    _check_function(body)
     inner = body if isinstance(body, Function) else None
     body = body if inner is None else inner.body
     name = getattr(body, "__name__", type(body).__name__)
@@ -146,3 +150,20 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     static = declared.static if inner is None else declared.static | inner.static
     passes = skip_passes if inner is None else {*skip_passes, *inner.skip_passes}
     return Function(body, options, tuple(passes), static)
+
+
+def _check_function(body: Any) -> None:
+    """Raise [T301] where there is no function whose calls return its result."""
+    if isinstance(body, (staticmethod, classmethod)) or not callable(body):
+        raise ArgumentError(
+            "what is to be compiled is not a function",
+            got=f"a {type(body).__name__}",
+            fix="give a function; a decorator stands below @staticmethod and "
+            "@classmethod",
+        )
+    if inspect.isgeneratorfunction(body) or inspect.iscoroutinefunction(body):
+        raise ArgumentError(
+            f"{body.__name__!r} returns before its body runs",
+            got="a generator function or a coroutine function",
+            fix="return the arrays, in a list for example",
+        )

@@ -7,9 +7,10 @@ from inspect import Parameter, Signature
 from typing import Any, Final
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tessera.annotations import argument_names
+from tessera.compiler.trace.leaves import mesh_of_one_device
 from tessera.compiler.trace.static_values import StaticArgument
 from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.mesh import Mesh
@@ -191,15 +192,21 @@ def _specs_of(shardings: Any, what: str) -> tuple[Any, Mesh | None]:
     def spec_of(sharding: Any) -> Any:
         if sharding is None or isinstance(sharding, PartitionSpec):
             return sharding
-        is_named = isinstance(sharding, NamedSharding)
-        if not is_named or sharding.memory_kind not in (None, "device"):
+        if isinstance(sharding, SingleDeviceSharding):
+            spec, mesh = PartitionSpec(), mesh_of_one_device(sharding)
+        elif isinstance(sharding, NamedSharding):
+            spec, mesh = sharding.spec, Mesh.of(sharding.mesh)
+        else:
+            spec, mesh = None, None
+        if mesh is None or sharding.memory_kind not in (None, "device"):
             raise SpecFormError(
-                f"{what} takes NamedSharding and PartitionSpec",
+                f"{what} takes shardings of a mesh or of one device",
                 got=repr(sharding),
-                fix="give such a layout, or none, and pass the array where it lies",
+                fix="give a NamedSharding, a PartitionSpec or a SingleDeviceSharding, "
+                "and pass an array of another layout where it lies",
             )
-        meshes[Mesh.of(sharding.mesh)] = None
-        return sharding.spec
+        meshes[mesh] = None
+        return spec
 
     specs = jax.tree.map(spec_of, shardings, is_leaf=_is_layout)
     if len(meshes) > 1:

@@ -25,6 +25,7 @@ from tessera.compiler.lower.jit import (
 )
 from tessera.compiler.lower.stage_collectives import check_stages
 from tessera.compiler.pass_runner import PassRecord, check_names, run_passes
+from tessera.compiler.stage_arguments import OfArguments
 from tessera.compiler.trace.arguments import (
     Call,
     check_same_types,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Traced:
+class Traced(OfArguments):
     """A step traced for the arguments of one call.
 
     Attributes:
@@ -65,6 +66,10 @@ class Traced:
     call: Call
     origin: Trace
     skip_passes: Collection[str] = ()
+
+    def traced_as(self) -> tuple[Call, Trace]:
+        """The call that was traced, and what it became."""
+        return self.call, self.origin
 
     @cached_property
     def passes(self) -> tuple[PassRecord, ...]:
@@ -119,22 +124,6 @@ class Traced:
         """The function as it was traced, as a jaxpr of its arrays."""
         return self.origin.graph.program
 
-    @property
-    def fun_name(self) -> str:
-        """The name of the function."""
-        return self.origin.graph.name
-
-    @property
-    def in_avals(self) -> Any:
-        """``(args, kwargs)``, with the type of each array."""
-        return self.call.rebuilt([jax.typeof(leaf.aval) for leaf in self.call.leaves])
-
-    @property
-    def out_info(self) -> Any:
-        """The result, with a ``jax.ShapeDtypeStruct`` for each array."""
-        avals = [_jax.struct(value.aval) for value in self.origin.graph.outputs]
-        return self.origin.unflatten(avals)
-
     def lower(
         self,
         *,
@@ -181,11 +170,15 @@ def _refuse_tensor(tensor: DistTensor) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class Lowered(OfArguments):
     """A step as StableHLO with the declared shardings, before XLA partitions it."""
 
     traced: Traced
     jax: jax.stages.Lowered
+
+    def traced_as(self) -> tuple[Call, Trace]:
+        """The call that was traced, and what it became."""
+        return self.traced.traced_as()
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The StableHLO module, or that of another dialect: ``hlo``."""
@@ -198,23 +191,6 @@ class Lowered:
     def cost_analysis(self) -> Any:
         """What XLA estimates of the module before it is compiled."""
         return self.jax.cost_analysis()
-
-    @property
-    def args_info(self) -> Any:
-        """``(args, kwargs)`` with a ``jax.stages.ArgInfo`` for each array."""
-        call, donated = self.traced.call, self.traced.origin.donated
-        return call.rebuilt(
-            [
-                jax.stages.ArgInfo(_jax.struct(leaf.aval), argument.name in donated)
-                for argument in call.arguments
-                for leaf in argument.leaves
-            ]
-        )
-
-    @property
-    def out_info(self) -> Any:
-        """The result, with a ``jax.ShapeDtypeStruct`` for each array."""
-        return self.traced.out_info
 
     def compile(
         self, compiler_options: Mapping[str, bool | str] | None = None
@@ -255,11 +231,15 @@ def _not_compiled(error: Exception, target: Target) -> Exception:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Compiled(OfArguments):
     """A step as the program that each device runs."""
 
     traced: Traced
     jax: jax.stages.Compiled
+
+    def traced_as(self) -> tuple[Call, Trace]:
+        """The call that was traced, and what it became."""
+        return self.traced.traced_as()
 
     def as_text(self) -> str:
         """The optimized HLO module of one device."""
@@ -385,7 +365,10 @@ class Compiled:
         return origin.result.structure.unflatten
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it for such arguments as it was compiled for.
+        """Run it for such arguments as it was compiled for, without static ones.
+
+        Those are static that ``static_argnums`` or ``static_argnames`` declare so; a
+        Python number among the others is given again.
 
         Raises:
           AbstractMeshError: [T105] its mesh has devices that this machine lacks.
@@ -399,6 +382,7 @@ class Compiled:
                 got="a Compiled, which does not have the step's parameters",
                 fix="call the step itself: it finds the program",
             )
+        args, kwargs = expected.with_static_arguments(args, kwargs)
         with objects_split(args, kwargs) as split:
             names = [argument.name for argument in expected.arguments]
             count = len(split.args)
@@ -428,11 +412,6 @@ class Compiled:
     def output_shardings(self) -> Any:
         """The result, with the layout of each array."""
         return self.traced.origin.unflatten(self.jax.output_shardings)
-
-    @property
-    def out_info(self) -> Any:
-        """The result, with a ``jax.ShapeDtypeStruct`` for each array."""
-        return self.traced.out_info
 
     def runtime_executable(self) -> Any:
         """The executable of JAX's runtime."""

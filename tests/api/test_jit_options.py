@@ -169,10 +169,20 @@ def test_shardings_are_of_one_mesh_and_of_the_mesh_that_is_declared(dp_mesh, gri
         ts.jit(jnp.sin, in_shardings=one, in_specs={"x": P()})
 
 
+def test_a_sharding_of_one_device_is_a_place():
+    device = jax.devices()[1]
+    place = SingleDeviceSharding(device)
+    for options in ({"in_shardings": place}, {"out_shardings": place}):
+        assert ts.jit(jnp.sin, **options)(X).devices() == {device}
+    assert ts.jit(jnp.sin, out_shardings=place).eval_shape(X).sharding.device_set == {
+        device
+    }
+
+
 def test_other_shardings_are_refused():
-    sharding = SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(SpecFormError, match="takes NamedSharding and PartitionSpec"):
-        ts.jit(jnp.sin, out_shardings=sharding)
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    with pytest.raises(SpecFormError, match="of a mesh or of one device"):
+        ts.jit(jnp.sin, out_shardings=host)
 
 
 # --- the compiler's
@@ -220,3 +230,24 @@ def test_a_function_that_is_compiled_already_keeps_its_options(dp_mesh):
     assert step.options == replace(inner.options, mesh=dp_mesh)
     assert step(X + 0.0, Scale(2.0, "a")).sharding.spec == P("dp")
     assert ts.jit(inner, out_specs=P()).options.out_specs == P()
+
+
+# --- what is no function
+
+
+@pytest.mark.parametrize("body", [3, staticmethod(jnp.sin), classmethod(jnp.sin)])
+def test_what_is_no_function_is_refused(body):
+    with pytest.raises(ArgumentError, match="is not a function"):
+        ts.jit(body)
+
+
+def test_a_function_that_returns_before_its_body_runs_is_refused():
+    def generate(x):
+        yield x + 1.0
+
+    async def wait(x):
+        return x + 1.0
+
+    for body in (generate, wait):
+        with pytest.raises(ArgumentError, match="returns before its body runs"):
+            ts.jit(body)

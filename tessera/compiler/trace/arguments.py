@@ -5,6 +5,7 @@ Arrays are traced. Python scalars, strings, callables and everything else is sta
 value: another value is another program.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +64,14 @@ class Argument:
     def array_names(self) -> list[str]:
         """The last part of the names of the arrays of an object, and its structure."""
         return [name.removeprefix(f"{self.name}/") for name in self.leaf_names]
+
+    @property
+    def static_argument(self) -> StaticArgument | None:
+        """The argument as it was declared to be static, if it was."""
+        for _, static in self.statics:
+            if static.is_argument:
+                return StaticArgument(static.value)
+        return None
 
     def own_part(self) -> list[Any]:
         """What the compiled program takes for this argument itself."""
@@ -124,6 +133,18 @@ class Call:
                 )
             if leaf.of_trace:
                 raise _jax.escaped_tracer_error(leaf.value)
+
+    def with_static_arguments(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of another call, with this one's static arguments."""
+        rest, positional = iter(args), list[Any]()
+        for argument in self.arguments[: self.positional]:
+            static = argument.static_argument
+            positional += itertools.islice(rest, 1) if static is None else [static]
+        named = {a.name: a.static_argument for a in self.arguments[self.positional :]}
+        named = {name: static for name, static in named.items() if static is not None}
+        return (*positional, *rest), named | dict(kwargs)
 
     def bound_to(
         self, function: Callable[..., Any], name: str, *, check: bool = True

@@ -27,6 +27,12 @@ ONE_DEVICE = "device"
 TRACED = (*ARRAYS, jax.ShapeDtypeStruct)
 
 
+def mesh_of_one_device(sharding: SingleDeviceSharding) -> Mesh:
+    """The mesh that an array of this layout lies on."""
+    (device,) = sharding.device_set
+    return Mesh((ONE_DEVICE,), devices=(device.id,))
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One array among the arguments.
@@ -61,8 +67,7 @@ class Leaf:
                 return mesh, spec
             return mesh, spec_of_axes(axes_of_dims(spec, len(self.value.shape)))
         if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
-            (device,) = sharding.device_set
-            return Mesh((ONE_DEVICE,), devices=(device.id,)), PartitionSpec()
+            return mesh_of_one_device(sharding), PartitionSpec()
         if sharding is not None and len(sharding.device_set) > 1:
             raise LayoutMismatchError(
                 f"{self.name!r} lies on several devices, and its layout names no mesh",

@@ -62,6 +62,11 @@ class StaticValue:
         own = value.value if isinstance(value, StaticArgument) else value
         return cls(own, key, hash(key))
 
+    @property
+    def is_argument(self) -> bool:
+        """Whether it is an argument that is declared static."""
+        return self.key[0] is StaticArgument
+
     def is_equivalent(self, other: Any) -> bool:
         """Whether a program for this value is valid for another one."""
         if other is self.value and _is_constant(other):
