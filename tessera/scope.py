@@ -8,7 +8,7 @@ traced as zeros, and the function is traced once more with inputs for all parame
 the first trace. Neither trace allocates anything.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -111,13 +111,6 @@ class Scope:
         self.check_free(name, captured.shape, fix="give the dist.tensor another name=")
         self.declared[name] = captured
         return self.value_of(name)
-
-    def unreached_parameters(
-        self, call: int, loss: Any, weights: Mapping[str, Any]
-    ) -> Collection[str]:
-        """The parameters that the loss of a ``graph.backward`` does not depend on."""
-        del loss, weights  # An earlier trace has inferred it.
-        return self.unreached.get(call, ())
 
     def check_free(self, name: str, shape: tuple[int, ...], *, fix: str) -> None:
         """Raise [T305] where a name collides with another in the tree of parameters."""

@@ -25,7 +25,7 @@ from tessera.api.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.api.flax_errors import changes_explained
 from tessera.api.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.compiler.compile_stages import Compiled, Lowered, Traced
-from tessera.compiler.eager import EagerResult, run_eagerly
+from tessera.compiler.eager import run_eagerly
 from tessera.compiler.lower.jit import jitted, without_padding
 from tessera.compiler.pass_runner import check_names
 from tessera.compiler.trace.arguments import (
@@ -40,11 +40,7 @@ from tessera.compiler.trace.inlining import inline
 from tessera.compiler.trace.program_lookup import ProgramLookup
 from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import check_no_alias, write_back
-from tessera.errors import (
-    OutsideTraceError,
-    SettingConflictError,
-    TesseraWarning,
-)
+from tessera.errors import SettingConflictError, TesseraWarning
 from tessera.object_arguments import (
     WithObjects,
     changes_in_place,
@@ -162,7 +158,8 @@ class Function:
         try:
             return self._run_compiled(args, kwargs)
         except _jax_traces.InternalFloatingPointError as error:
-            raise self._where_not_finite(error, args, kwargs) from None
+            precise = self._where_not_finite(error, args, kwargs)
+            raise precise from precise.__cause__  # which has the user's line
         except _jax_traces.InvalidInputException:
             self._flatten(args, kwargs).check_values()
             raise
@@ -249,29 +246,25 @@ class Function:
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
             return self._with_objects(self._run_eagerly, args, kwargs)
-        eager, values = self._eager(args, kwargs), values_of(args, kwargs)
-        check_no_alias(eager.writes, values)
-        write_back(eager.writes, eager.written, values)
-        return eager.result
-
-    def _eager(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EagerResult:
-        """Run the function operation by operation."""
         call = self._flatten(args, kwargs)
         body, options = self._for_objects(call)
         with changes_explained():
-            return run_eagerly(body, call, options, self._parameter)
+            eager = run_eagerly(body, call, options, self._parameter)
+        values = values_of(args, kwargs)
+        check_no_alias(eager.writes, values)
+        write_back(eager.writes, eager.written, values)
+        return eager.result
 
     def _where_not_finite(
         self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> FloatingPointError:
         """The error of the operation that first makes a NaN or infinity."""
         try:
-            with jax.disable_jit():
-                self._eager(args, kwargs)
+            self._on_call(self._run_one_by_one, args, kwargs)
         except FloatingPointError as precise:
             return precise
-        except (OutsideTraceError, RuntimeError):
-            pass  # it needs the whole program, or an array that was donated
+        except RuntimeError:
+            pass  # an array was donated
         name = self.options.name
         return FloatingPointError(f"invalid value ({error.ty}) encountered in {name!r}")
 
@@ -302,29 +295,42 @@ class Function:
     def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of what JAX, not Tessera, is tracing or transforming."""
         self._refuse_deterministic("a program that JAX compiles")
-        call = self._flatten(args, kwargs)
+        traced, program = self._jitted(call := self._flatten(args, kwargs))
+        outputs = self._outputs(call, traced, program)
+        origin, values = traced.origin, values_of(args, kwargs)
+        write_back(origin.writes, origin.written(outputs), values)
+        return origin.unflatten(outputs)
+
+    def _run_one_by_one(self, call: Call) -> None:
+        """Run the operations of the program of a call by themselves."""
+        with jax.debug_nans(False), jax.debug_infs(False):
+            traced, program = self._jitted(call)
+        with jax.disable_jit():
+            self._outputs(call, traced, program)
+
+    def _jitted(self, call: Call) -> tuple[Traced, Callable[..., Any]]:
+        """The traced program, and the same as ``jax.jit`` takes it."""
         key = self._key(call)
         if key in self._inlined:
-            traced, program = self._inlined[key]
-        else:
-            traced = self._trace(call)
-            program = jitted(
-                traced.origin,
-                traced.graph,
-                traced.call,
-                inline=self.options.is_inlined,
-            )
-            if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
-                self._inlined[key] = traced, program  # else valid for this trace only
+            return self._inlined[key]
+        traced = self._trace(call)
+        program = jitted(
+            traced.origin, traced.graph, traced.call, inline=self.options.is_inlined
+        )
+        if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
+            self._inlined[key] = traced, program  # else valid for this trace only
+        return traced, program
+
+    def _outputs(
+        self, call: Call, traced: Traced, program: Callable[..., Any]
+    ) -> list[Any]:
+        """What such a program gives for the arrays of a call."""
         parts = [argument.own_part() for argument in call.arguments]
         captured = traced.graph.captured
         check_captured_references(captured)
         returned = program(*parts, self._parameters(traced), captured)
         pairs = zip(traced.graph.outputs, returned, strict=True)
-        outputs = [without_padding(traced.graph, *pair) for pair in pairs]
-        origin, values = traced.origin, values_of(args, kwargs)
-        write_back(origin.writes, origin.written(outputs), values)
-        return origin.unflatten(outputs)
+        return [without_padding(traced.graph, *pair) for pair in pairs]
 
     def _refuse_deterministic(self, where: str) -> None:
         if self.options.is_deterministic:

@@ -100,10 +100,11 @@ def value_and_grad(
             args, kwargs = request.with_changed(jnp.asarray, args, kwargs)
             return compiled(*args, **kwargs)  # which comes back here, in a step
         # A separate program would have copies of objects.
-        if here.is_eager or changes_in_place((args, kwargs)):
+        if changes_in_place((args, kwargs)):
             return request.bind(*args, **kwargs)
         before = here.snapshot()
-        own = _OwnProgram(request.bind, args, kwargs)
+        with jax.disable_jit(False):  # the loss is a program in any case
+            own = _OwnProgram(request.bind, args, kwargs)
         if own.has_pipeline:
             here.restore(before)
             return request.bind(*args, **kwargs)
@@ -245,7 +246,9 @@ class _OwnProgram:
 
     def run(self) -> Any:
         """The call's result and its gradients."""
-        results = _jax.evaluate(differentiated(self._program), *self._arrays)
+        with jax.disable_jit(False):
+            program = differentiated(self._program)
+        results = _jax.evaluate(program, *self._arrays)
         return self._restore(self._result.combine(results))
 
 

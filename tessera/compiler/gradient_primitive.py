@@ -52,6 +52,22 @@ def _refuse(transform: str) -> NoReturn:
 _jax.refuse_transforms(gradient_p, _refuse)
 
 
+@gradient_p.def_impl
+def _refuse_eager(*_: Any, **__: Any) -> NoReturn:
+    raise _eager_error()
+
+
+def _eager_error() -> OutsideTraceError:
+    """The error [T302] for a gradient under ``jax.disable_jit``."""
+    return OutsideTraceError(
+        "ts.grad and graph.backward need the program that computes a loss",
+        got="jax.disable_jit(): operations run one by one",
+        fix="leave jax.disable_jit() out: print, jax.debug.print and "
+        "jax.debug.breakpoint work in a program\n"
+        "or use ts.value_and_grad(function)",
+    )
+
+
 def _batched(
     values: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], Sequence[int | None]]:
@@ -113,8 +129,10 @@ def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
       >>> print(slope(jnp.array([1.0, 2.0])))
       [2. 4.]
     """
-    traced = isinstance(loss, _jax.Tracer)
-    if not traced or not (scope.current() or _differentiating.get()):
+    traced, here = isinstance(loss, _jax.Tracer), scope.current()
+    if not traced and here is not None and here.is_eager:
+        raise _eager_error()
+    if not traced or not (here or _differentiating.get()):
         kind = "a loss that JAX traces by itself" if traced else _untraced(loss)
         raise OutsideTraceError(
             "ts.grad needs the computation of the loss, which was not recorded",
@@ -251,6 +269,8 @@ def backward(loss: Any) -> dict[str, Any]:
       LossFormError: [T304] the loss is not a floating-point scalar.
     """
     open_scope = scope.current()
+    if open_scope is not None and open_scope.is_eager:
+        raise _eager_error()
     if open_scope is None or not isinstance(loss, _jax.Tracer):
         raise OutsideTraceError(
             "graph.backward differentiates by parameters, and no step is traced",
@@ -264,7 +284,7 @@ def backward(loss: Any) -> dict[str, Any]:
         for name, declared in open_scope.declared.items()
         if declared.trainable
     }
-    skipped = open_scope.unreached_parameters(call, loss, known)
+    skipped = open_scope.unreached.get(call, frozenset())  # an earlier trace knows
     weights = {name: value for name, value in known.items() if name not in skipped}
     if not weights:
         raise UnconnectedGradientError(

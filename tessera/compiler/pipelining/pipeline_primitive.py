@@ -151,6 +151,15 @@ def _refuse(transform: str) -> NoReturn:
 _jax.refuse_transforms(pipeline_p, _refuse)
 
 
+@pipeline_p.def_impl
+def _refuse_eager(*_: Any, **__: Any) -> NoReturn:
+    raise OutsideTraceError(
+        "a pipeline is one compiled loop, and has no operations to run one by one",
+        got="jax.disable_jit() around a call with a graph.pipeline",
+        fix="leave jax.disable_jit() out, or call the stages without the pipeline",
+    )
+
+
 def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -> Any:
     """Bind the primitive to a call's operands; returns its results."""
     return pipeline_p.bind(*arguments, *weights, call=call)
