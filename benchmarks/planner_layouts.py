@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step times of `tiny` in 24 layouts on eight simulated devices: measured, predicted.
 
-    python benchmarks/planner_layouts.py --target laptop.yaml:8
+    python benchmarks/planner_layouts.py --target laptop.toml:8
 
-`tessera calibrate --cpu-devices=8 laptop.yaml` measures the target on the same machine.
+`tessera calibrate --cpu-devices=8 laptop.toml` measures the target on the same machine.
 Layouts are measured in turns, several rounds of each, and the fastest round counts.
 """
 
@@ -126,7 +126,7 @@ def predicted(target: Target) -> dict[str, float]:
 def main() -> None:
     """Measure, predict, compare."""
     parser = report.parser(__doc__)
-    parser.add_argument("--target", required=True, help="such as laptop.yaml:8")
+    parser.add_argument("--target", required=True, help="such as laptop.toml:8")
     options = parser.parse_args()
     prepare_devices(8, "cpu")
     guesses = predicted(Target.parse(options.target))

@@ -331,7 +331,7 @@ def predicted(run: Run) -> tuple[float, str]:
 
 def _target(text: str) -> str:
     """The name of a target; one that is not of a file in configs has its file here."""
-    return text.replace("h100_500w", f"{os.path.dirname(__file__)}/h100_500w.yaml")
+    return text.replace("h100_500w", f"{os.path.dirname(__file__)}/h100_500w.toml")
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:

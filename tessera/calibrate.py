@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the devices of this machine, and write them as a target to plan for.
 
-tessera calibrate cluster.yaml
-tessera calibrate --cpu-devices=8 laptop.yaml
+tessera calibrate cluster.toml
+tessera calibrate --cpu-devices=8 laptop.toml
 """
 
 import sys
@@ -19,7 +19,7 @@ _MOST_DEVICES: Final = 2048  # what a process simulates
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write what the command line asks for; the exit code."""
     parser = ArgumentParser("tessera calibrate", description=__doc__)
-    parser.add_argument("file", help="where to, such as cluster.yaml")
+    parser.add_argument("file", help="where to, such as cluster.toml")
     parser.add_argument(
         "--cpu-devices", type=_count, metavar="N", help="simulate so many CPU devices"
     )
@@ -40,11 +40,11 @@ def _count(text: str) -> int:
 
 def _calibrate(path: Path, cpu_devices: int | None) -> str:
     """Write the file; what was measured, as text."""
-    if path.suffix != ".yaml" or not path.absolute().parent.is_dir():
+    if path.suffix != ".toml" or not path.absolute().parent.is_dir():
         raise OutputPathError(
             "the target cannot be written",
             got=f"{str(path)!r}",
-            fix="name a file that ends with .yaml, in a folder that is there",
+            fix="name a file that ends with .toml, in a folder that is there",
         )
     from tessera.runtime.devices import prepare_devices
 

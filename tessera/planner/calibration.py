@@ -5,6 +5,7 @@ All devices work at the same time, as in a training step: CPU devices share core
 GPUs share power and switches. Each rate is of the fastest of several repetitions.
 """
 
+import json
 import math
 import os
 import time
@@ -17,7 +18,6 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import yaml
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -164,11 +164,6 @@ def write(found: Machine, path: Path) -> None:
         "devices_per_host": found.devices_per_host,
         "memory_bytes": found.memory_bytes,
         "memory_bandwidth": found.memory_bandwidth,
-        "flops": dict(found.flops),
-        "links": [_without_none(vars(link)) for link in found.links],
-        "efficiency": dict(found.efficiency),
-        "overhead": dict(found.overhead),
-        "sources": dict(found.sources),
     }
     if found.compiler_config:
         values["compiler_config"] = found.compiler_config
@@ -180,11 +175,21 @@ def write(found: Machine, path: Path) -> None:
             "largest_torus": list(found.largest_torus),
             "ring_multiple": found.ring_multiple,
         }
-    path.write_text(yaml.safe_dump(values, sort_keys=False, width=88))
+    parts = [("", values), ("[flops]", found.flops)]
+    parts += [("[[links]]", vars(link)) for link in found.links]
+    for name in ("efficiency", "overhead", "sources"):
+        parts.append((f"[{name}]", getattr(found, name)))
+    path.write_text("\n".join(_table(*part) for part in parts), encoding="utf-8")
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
+def _table(head: str, values: Mapping[str, Any]) -> str:
+    """One table of a TOML file, whose strings and lists are written as in JSON."""
+    lines = [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+        for key, value in values.items()
+        if value is not None
+    ]
+    return "".join([f"{head}\n" if head else "", *lines])
 
 
 def _matmuls(x: jax.Array) -> jax.Array:

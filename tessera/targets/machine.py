@@ -5,6 +5,7 @@ Every figure in such a file has a source in the same file. Users add machines by
 writing a file of their own.
 """
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -27,6 +28,7 @@ _EFFICIENCIES: Final = ("matmul", "attention", "memory", "overlap")
 _OVERHEADS: Final = ("operation", "step", "allocation")
 _RATES: Final = ("bfloat16", "float32", "elementwise")
 _FP8: Final = "float8"  # of machines that have it
+_LONGEST: Final = 2**20
 # Names and switches, which have no source.
 _NO_FIGURES: Final = ("name", "compiler", "device_kinds", "topology", "chip_config")
 
@@ -136,7 +138,7 @@ class Machine:
 
 def machine_names() -> list[str]:
     """The machines that have a file."""
-    return sorted(file.stem for file in (configs_dir() / "target").glob("*.yaml"))
+    return sorted(file.stem for file in (configs_dir() / "target").glob("*.toml"))
 
 
 @cache
@@ -145,7 +147,7 @@ def machine(name: str) -> Machine:
 
     Args:
       name: Of a file in ``configs/target`` without its ending, or a path that ends with
-        ``.yaml``.
+        ``.toml``.
 
     Raises:
       TargetError: [T711] there is no such machine, or its file is wrong.
@@ -154,15 +156,15 @@ def machine(name: str) -> Machine:
       >>> machine("h100").links[0].name
       'NVLink'
     """
-    if name.endswith(".yaml"):
+    if name.endswith(".toml"):
         path = Path(name).expanduser()
     elif name in (known := machine_names()):
-        path = configs_dir() / "target" / f"{name}.yaml"
+        path = configs_dir() / "target" / f"{name}.toml"
     else:
         raise TargetError(
             f"there is no target {name!r}",
             fix=f"{did_you_mean(name, known)}; or name a file of yours that ends with "
-            ".yaml",
+            ".toml",
         )
     return _read(path)
 
@@ -177,18 +179,13 @@ def machine_of_kind(device_kind: str) -> Machine | None:
 
 
 def _read(path: Path) -> Machine:
-    from omegaconf import OmegaConf  # as Hydra reads files, so that 1e6 is a number
-
-    from tessera.bounded_yaml import parse_yaml
-
     try:
-        parse_yaml(path.read_text(encoding="utf-8"))
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:
+        text = path.read_text(encoding="utf-8")
+        if len(text) > _LONGEST:
+            raise ValueError(f"{len(text):,} characters, of {_LONGEST:,}")
+        values: dict[str, Any] = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         raise _wrong(path, f"{type(error).__name__}: {error}") from error
-    if not isinstance(values, dict):
-        raise _wrong(path, "it has no keys and values")
-    values = cast(dict[str, Any], values)
     if problems := list(_problems(values)):
         raise _wrong(path, "\n".join(problems))
     links = tuple(Link(**link) for link in values.pop("links"))

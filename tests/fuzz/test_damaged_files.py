@@ -120,16 +120,22 @@ def test_a_damaged_template(seed, tokenizer_folder, tmp_path):
 
 
 @pytest.mark.fuzz(sample=20, whole=2000)
-def test_damaged_yaml(seed, tmp_path):
-    draw, path = Draw(seed), tmp_path / "mine.yaml"
-    content = (ROOT / "configs/target/h100.yaml").read_bytes()
-    content = damaged_bytes(draw, content)
-    aliases = draw.choice([b"", b"a: &a [*a]\n", b"a: &a {x: *a}\n", b"<<: *a\n"])
-    path.write_bytes(aliases + content)
+def test_damaged_machines(seed, tmp_path):
+    draw, path = Draw(seed), tmp_path / "mine.toml"
+    content = (ROOT / "configs/target/h100.toml").read_bytes()
+    path.write_bytes(damaged_bytes(draw, content))
     with bounded():
         assert machine(str(path)).memory_bytes
+
+
+@pytest.mark.fuzz(sample=20, whole=2000)
+def test_damaged_yaml(seed):
+    draw = Draw(seed)
+    content = (ROOT / "configs/config.yaml").read_bytes()
+    content = damaged_bytes(draw, content)
+    aliases = draw.choice([b"", b"a: &a [*a]\n", b"a: &a {x: *a}\n", b"<<: *a\n"])
     with bounded():
-        [*changed_settings(path.read_text(errors="replace"), "a: 1")]
+        [*changed_settings((aliases + content).decode(errors="replace"), "a: 1")]
 
 
 @pytest.mark.fuzz(sample=50, whole=5000)

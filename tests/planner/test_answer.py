@@ -144,9 +144,9 @@ def test_a_plan_needs_a_target():
 @pytest.mark.full
 @pytest.mark.usefixtures("traced_before")
 def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
-    file = tmp_path / "small.yaml"
-    text = (configs_dir() / "target" / "cpu.yaml").read_text()
-    file.write_text(text.replace("memory_bytes: 1073741824", "memory_bytes: 9000000"))
+    file = tmp_path / "small.toml"
+    text = (configs_dir() / "target" / "cpu.toml").read_text()
+    file.write_text(text.replace("memory_bytes = 1073741824", "memory_bytes = 9000000"))
     with pytest.raises(PlanError) as caught:
         plan_run([*WORDS[:3], f"runtime.target={file}:4"], verified=0)
     message = str(caught.value)

@@ -51,14 +51,14 @@ def test_a_cpu_takes_what_was_measured_as_its_peaks():
 
 
 def test_the_file_is_a_target(tmp_path):
-    file = tmp_path / "laptop.yaml"
+    file = tmp_path / "laptop.toml"
     found = calibrated(RATES, "laptop")
     write(found, file)
     assert Target.parse(f"{file}:8").machine == replace(found, file=file)
 
 
 def test_every_figure_has_a_source(tmp_path):
-    file = tmp_path / "laptop.yaml"
+    file = tmp_path / "laptop.toml"
     write(calibrated(RATES, "laptop"), file)
     assert set(machine(str(file)).sources) >= {
         "flops",
@@ -71,12 +71,12 @@ def test_every_figure_has_a_source(tmp_path):
 @pytest.mark.parametrize("number", ["0", "-1", "many", "4096"])
 def test_a_number_of_devices_is_checked(number, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main([f"--cpu-devices={number}", str(tmp_path / "laptop.yaml")])
+        main([f"--cpu-devices={number}", str(tmp_path / "laptop.toml")])
     assert "--cpu-devices" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["laptop.txt", "none/laptop.yaml"])
+@pytest.mark.parametrize("name", ["laptop.txt", "none/laptop.toml"])
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
     name, tmp_path, capsys
 ):

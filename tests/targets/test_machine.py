@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines are files in which every figure has a source."""
 
+import json
+import tomllib
+
 import pytest
-import yaml
 
 from tessera.config_files import configs_dir
 from tessera.errors import TargetError
@@ -13,13 +15,22 @@ NAMED += ("v4", "v5e", "v5p", "v6e", "7x", "cpu")
 SHARES = ("matmul", "attention", "memory", "overlap")
 
 
+def as_toml(value):
+    """A value on one line of a TOML file."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{k} = {as_toml(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    return json.dumps(value)
+
+
 def file_of(folder, **changes):
     """A copy of the file of an H100 with some keys replaced; None removes one."""
-    values = yaml.safe_load((configs_dir() / "target" / "h100.yaml").read_text())
+    values = tomllib.loads((configs_dir() / "target" / "h100.toml").read_text())
     values.update(changes)
-    path = folder / "mine.yaml"
+    path = folder / "mine.toml"
     kept = {key: value for key, value in values.items() if value is not None}
-    path.write_text(yaml.safe_dump(kept))
+    path.write_text("".join(f"{key} = {as_toml(v)}\n" for key, v in kept.items()))
     return str(path)
 
 
@@ -98,12 +109,15 @@ def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path, changes, complaint
     assert complaint in str(error.value)
 
 
-def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path):
+def test_a_file_that_is_missing_torn_or_huge_is_refused(tmp_path):
     with pytest.raises(TargetError, match="FileNotFoundError"):
-        machine(str(tmp_path / "none.yaml"))
-    (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(TargetError, match="it has no keys and values"):
-        machine(str(tmp_path / "list.yaml"))
-    (tmp_path / "torn.yaml").write_text("a: [1")
-    with pytest.raises(TargetError, match="is not a machine"):
-        machine(str(tmp_path / "torn.yaml"))
+        machine(str(tmp_path / "none.toml"))
+    for name, text, complaint in (
+        ("empty", "", "the key 'compiler' is missing"),
+        ("torn", "a = [1", "TOMLDecodeError"),
+        ("deep", f"a = {'[' * 10_000}", "RecursionError"),
+        ("huge", "#" * (2**20 + 1), "1,048,577 characters"),
+    ):
+        (tmp_path / f"{name}.toml").write_text(text)
+        with pytest.raises(TargetError, match=complaint):
+            machine(str(tmp_path / f"{name}.toml"))
