@@ -176,7 +176,7 @@ $(MADE): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 $(TRAIN_READY): $(MADE)
-	@$(PINNED) -e .
+	@$(PINNED) -e '.[train]'
 	@touch $@
 
 # Compiled here: a warning of the compiler in the first import would fail a test.

@@ -9,7 +9,7 @@
 
 import sys
 
-from tessera.train_command import main
+from tessera.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

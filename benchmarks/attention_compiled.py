@@ -9,7 +9,7 @@ but has one instruction bundle for each cycle: the cycles of a kernel are the bu
 its loop, those in branches as often as these are taken. Neither counts waiting for
 memory; of a device with two cores, the figures of kernels are as if one ran them.
 "share of peak" is FLOPs of the visited blocks at the peak of the matrix units
-over these cycles. It needs ``pip install 'tessera[targets-tpu]'`` and no TPU.
+over these cycles. It needs ``pip install 'tessera-spmd[targets-tpu]'`` and no TPU.
 """
 
 import os

@@ -11,7 +11,7 @@ the backward pass recomputes from the inputs. Then for one decoder layer with
 these, and the fewest bytes are those of one kernel for each region. The times of the
 layer are predicted, and take every byte to be of HBM: an array that stays in the L2
 cache until it is read again costs less. It needs ``pip install
-'tessera[targets-cuda13]'``.
+'tessera-spmd[targets-cuda13]'``.
 """
 
 import os

@@ -8,7 +8,7 @@ experts without a capacity, and whole steps of ``gpu_day.py``'s models. XLA writ
 kernels of a program in NVIDIA's assembly language, and ``ptxas`` says what each takes.
 cuDNN's own kernels are compiled where they run, so of that implementation only what XLA
 does beside them is here. "shared bytes" are the static ones. It needs ``pip install
-'tessera[targets-cuda13]'``, or ``targets-cuda12``.
+'tessera-spmd[targets-cuda13]'``, or ``targets-cuda12``.
 """
 
 import os

@@ -3,7 +3,7 @@
 
     python benchmarks/planner_memory.py --targets h100 v5p
 
-The compilers need their packages, ``tessera[targets-cuda13,targets-tpu]``, and no
+The compilers need their packages, ``tessera-spmd[targets-cuda13,targets-tpu]``, and no
 accelerator. A layout of H100 takes some seconds, one of v5p half a minute.
 """
 

@@ -6,7 +6,7 @@
 TPU's compiler writes its own cycles beside each operation. What the planner expects of
 computation is compared with their sum over a step, and what it expects of the whole
 step with the cycles and the collectives of the schedule. It needs
-``pip install 'tessera[targets-tpu]'`` and no TPU; a layout takes half a minute.
+``pip install 'tessera-spmd[targets-tpu]'`` and no TPU; a layout takes half a minute.
 """
 
 import os

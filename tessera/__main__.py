@@ -12,7 +12,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from tessera.errors import UnknownSettingError, did_you_mean
+from tessera.errors import MissingLibraryError, UnknownSettingError, did_you_mean
+
+# What the extra `train` installs, by the names that Python imports.
+_OF_TRAINER = frozenset(
+    {"flax", "grain", "hydra", "jaxtyping", "omegaconf", "optax", "orbax", "plotly"}
+    | {"rich", "safetensors", "tensorboardX", "yaml"}
+)
 
 # Subcommand -> the module whose ``main(arguments)`` returns the exit code; its summary.
 _COMMANDS = {
@@ -49,7 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     module, _ = _COMMANDS[name]
-    return import_module(module).main(words[1:])
+    try:
+        return import_module(module).main(words[1:])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _OF_TRAINER:
+            raise
+        missing = MissingLibraryError(
+            f"tessera {name} needs the trainer, and a library of it is not installed",
+            got=str(error),
+            fix="run: pip install 'tessera-spmd[train]'",
+        )
+        sys.stderr.write(f"{missing}\n")
+        return missing.exit_code
 
 
 def _usage() -> str:

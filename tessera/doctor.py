@@ -139,9 +139,9 @@ def _versions() -> dict[str, str]:
 def _missing_libraries() -> Iterator[tuple[str, str]]:
     """The libraries that Tessera requires and that are not installed."""
     try:
-        required = requires("tessera") or []
+        required = requires("tessera-spmd") or []
     except PackageNotFoundError:
-        yield "the package tessera is not installed", "pip install tessera"
+        yield "the package tessera-spmd is not installed", "pip install tessera-spmd"
         return
     for line in (line for line in required if "extra ==" not in line):
         name = re.match(r"[\w.-]*", line)
@@ -191,7 +191,7 @@ def _device_problems(
         extra = "tpu" if accelerators[0] == "TPU" else "cuda12"
         yield (
             f"{len(accelerators)} × {accelerators[0]} is here, and JAX uses the CPU",
-            f"install JAX's plugin: pip install 'tessera[{extra}]'",
+            f"install JAX's plugin: pip install 'tessera-spmd[{extra}]'",
         )
     text = environ.get("PJRT_NPROC", "")
     threads = int(text) if text.isdecimal() else 0

@@ -4,6 +4,6 @@
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    __version__ = version("tessera")
+    __version__ = version("tessera-spmd")
 except PackageNotFoundError:  # imported from a folder that was never installed
     __version__ = "0+unknown"

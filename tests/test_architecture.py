@@ -236,10 +236,14 @@ def test_a_set_of_versions_pins_every_library_that_is_declared(python):
     extras = project["optional-dependencies"]
     for line in (
         *project["dependencies"],
-        *(line for extra in ("tokenizers", "dev", "docs") for line in extras[extra]),
+        *(
+            line
+            for extra in ("train", "tokenizers", "dev", "docs")
+            for line in extras[extra]
+        ),
     ):
         requirement = Requirement(line)
-        if requirement.name != "tessera":
+        if requirement.name != "tessera-spmd":
             version = versions[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), line
 

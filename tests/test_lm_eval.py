@@ -157,4 +157,4 @@ def test_without_the_harness_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     lm_eval.register.cache_clear()
     assert lm_eval.main(["run"]) == OperandError.exit_code
-    assert "pip install 'tessera[eval]'" in capsys.readouterr().err
+    assert "pip install 'tessera-spmd[eval]'" in capsys.readouterr().err

@@ -64,7 +64,7 @@ class SpikeError(TesseraError, ValueError):
     code = "T510"
 
 
-class MissingTrackerError(TesseraError, ValueError):
-    """The library of the tracker is not installed."""
+class MissingLibraryError(TesseraError, ValueError):
+    """A library is not installed that only some commands and settings need."""
 
     code = "T511"

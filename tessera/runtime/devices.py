@@ -224,8 +224,8 @@ def _start_backend(platform: str) -> list[jax.Device]:
         raise DeviceCountError(
             f"there is no {platform.upper()} that JAX can use",
             got=f"JAX started on {found.upper()}",
-            fix=f"install JAX's plugin for it (pip install 'tessera[{extra}]'), or "
-            f"take what is there: runtime.platform={found}",
+            fix=f"install JAX's plugin for it: pip install 'tessera-spmd[{extra}]'\n"
+            f"or take what is there: runtime.platform={found}",
         )
     return devices
 

@@ -28,7 +28,7 @@ from tessera.untrusted_text import printable
 Fingerprint: TypeAlias = Mapping[str, Mapping[str, str]]
 
 # The libraries that determine the compiled program and the data.
-_LIBRARIES: Final = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "tessera")
+_LIBRARIES: Final = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "tessera-spmd")
 _PACKAGE: Final = Path(__file__).parents[1]
 _MAX_LINES: Final = 24
 _MAX_VALUE: Final = 120

@@ -150,7 +150,7 @@ class Target:
     @property
     def _installation(self) -> str:
         """The command that installs the compiler."""
-        extras = [f"'tessera[{extra}]'" for extra in _PACKAGES[self.compiler]]
+        extras = [f"'tessera-spmd[{extra}]'" for extra in _PACKAGES[self.compiler]]
         return f"pip install --upgrade {' or '.join(extras)}"
 
     def _missing_packages(self) -> list[str]:

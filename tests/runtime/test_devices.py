@@ -150,8 +150,8 @@ def test_a_platform_that_is_not_there_is_named():
     assert str(caught.value) == (
         "[T702] there is no GPU that JAX can use\n"
         "  got: JAX started on CPU\n"
-        "  fix: install JAX's plugin for it (pip install 'tessera[cuda12]'), or take "
-        "what is there: runtime.platform=cpu\n"
+        "  fix: install JAX's plugin for it: pip install 'tessera-spmd[cuda12]'\n"
+        "  fix: or take what is there: runtime.platform=cpu\n"
         "  docs: docs/errors/T702.md"
     )
 

@@ -64,7 +64,9 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     mesh = Mesh(["fsdp"], shape=(8,), target="h100:1x8")
     with pytest.raises(TargetCompilerError) as error:
         _ = mesh.compile_mesh
-    assert "'tessera[targets-cuda13]' or 'tessera[targets-cuda12]'" in str(error.value)
+    assert "'tessera-spmd[targets-cuda13]' or 'tessera-spmd[targets-cuda12]'" in str(
+        error.value
+    )
     assert "runtime.target_compiler=cpu" in str(error.value)
 
 

@@ -32,7 +32,7 @@ def unsupported_reason(
     if device.platform != "cuda" or device.capability[0] not in _GENERATIONS:
         return "tokamax's kernels run on Hopper and Blackwell"
     if not _is_installed():
-        return "tokamax is not installed: pip install 'tessera[kernels]'"
+        return "tokamax is not installed: pip install 'tessera-spmd[kernels]'"
     if device != _device_of_machine():
         return "tokamax chooses tiles by this machine's device, and this is another"
     if q.dtype not in (jnp.bfloat16, jnp.float16):

@@ -25,7 +25,7 @@ def import_extra(
             warnings.simplefilter("ignore", DeprecationWarning)
             return importlib.import_module(library)
     except ImportError as error:
-        fix = f"run: pip install 'tessera[{extra}]'"
+        fix = f"run: pip install 'tessera-spmd[{extra}]'"
         if extra == "tokenizers":
             fix += "\nor use data.tokenizer=bytes, which needs nothing"
         raise error_class(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: bytes, ``tokenizers`` JSON files, sentencepiece models, their folders.
 
-The two libraries are the optional extra ``tessera[tokenizers]`` and are imported when
-one of their files is used. Nothing is ever downloaded.
+The two libraries are the extra ``tessera-spmd[tokenizers]`` and are imported when one
+of their files is used. Nothing is ever downloaded.
 """
 
 import hashlib

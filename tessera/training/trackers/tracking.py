@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import yaml
 
-from tessera.errors import MissingTrackerError
+from tessera.errors import MissingLibraryError
 from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.run_folder import TRACKER, RunFolder, write_durably
 from tessera.untrusted_text import parse_json, printable
@@ -79,17 +79,18 @@ def check_tracker(tracker: str) -> None:
     """Check that the library of a tracker is installed.
 
     Raises:
-      MissingTrackerError: [T511] it is not.
+      MissingLibraryError: [T511] it is not.
     """
     if tracker == "none":
         return
     spec = find_spec(tracker)
     # A folder has no origin: W&B makes one of its own name where a run is started.
     if spec is None or spec.origin is None:
-        raise MissingTrackerError(
+        raise MissingLibraryError(
             f"training.tracker={tracker} needs a library that is not installed",
             got=f"there is no module {tracker!r}",
-            fix=f"run: pip install 'tessera[{tracker}]', or use training.tracker=none",
+            fix=f"run: pip install 'tessera-spmd[{tracker}]'\n"
+            "or use training.tracker=none",
         )
 
 

@@ -62,7 +62,7 @@ def test_it_says_what_it_cannot_do(given, setting, device, reason):
 def test_without_tokamax_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(pallas, "_is_installed", lambda: False)
     said = unsupported_reason("pallas", operands(), CAPPED, H200)
-    assert said == "tokamax is not installed: pip install 'tessera[kernels]'"
+    assert said == "tokamax is not installed: pip install 'tessera-spmd[kernels]'"
 
 
 @pytest.mark.usefixtures("on_h200")

@@ -133,7 +133,7 @@ def test_a_missing_library_names_the_extra(tmp_path, monkeypatch, suffix, librar
     assert str(caught.value) == (
         f"[T605] reading 't{suffix}' needs the library '{library}'\n"
         f"  got: import of {library} halted; None in sys.modules\n"
-        "  fix: run: pip install 'tessera[tokenizers]'\n"
+        "  fix: run: pip install 'tessera-spmd[tokenizers]'\n"
         "  fix: or use data.tokenizer=bytes, which needs nothing\n"
         "  docs: docs/errors/T605.md"
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tessera.errors import MissingTrackerError
+from tessera.errors import MissingLibraryError
 from tessera.training.metrics import MetricWriter
 from tessera.training.run_folder import RunFolder, open_run_folder
 from tessera.training.trackers import tracking
@@ -338,9 +338,9 @@ def test_a_library_that_is_not_installed_is_said(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     check_tracker("none")
     for _ in range(2):
-        with pytest.raises(MissingTrackerError) as caught:
+        with pytest.raises(MissingLibraryError) as caught:
             check_tracker("wandb")
-        assert "pip install 'tessera[wandb]'" in caught.value.fix
+        assert "pip install 'tessera-spmd[wandb]'" in caught.value.fix
         (tmp_path / "wandb").mkdir(exist_ok=True)
     (tmp_path / "wandb" / "__init__.py").touch()
     check_tracker("wandb")
