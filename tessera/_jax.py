@@ -32,8 +32,10 @@ from tessera._jax_traces import all_gather_invariant as all_gather_invariant
 from tessera._jax_traces import ambient_mesh as ambient_mesh
 from tessera._jax_traces import canonical_dtype as canonical_dtype
 from tessera._jax_traces import escaped_tracer_error as escaped_tracer_error
+from tessera._jax_traces import get_referent as get_referent
 from tessera._jax_traces import inputs_read
 from tessera._jax_traces import is_of_ended_trace as is_of_ended_trace
+from tessera._jax_traces import is_reference as is_reference
 from tessera._jax_traces import partial_evaluation as partial_evaluation
 from tessera._jax_traces import replay as replay
 from tessera._jax_traces import varying_axes as varying_axes
@@ -317,7 +319,7 @@ def prints(program: Program) -> bool:
 
 def references(equation: Equation) -> list[Atom]:
     """The mutable arrays (refs) among an equation's inputs, which it may change."""
-    return [v for v in equation.invars if hasattr(v.aval, "inner_aval")]
+    return [v for v in equation.invars if is_reference(v.aval)]
 
 
 def struct(aval: Any) -> Any:
@@ -325,8 +327,10 @@ def struct(aval: Any) -> Any:
 
     It keeps the weak type, the layout over Explicit axes, and in an SPMD region the
     axes that the value varies over: JAX takes those only together with the region's
-    mesh, which the sharding names.
+    mesh, which the sharding names. The type of a mutable array is its own.
     """
+    if is_reference(aval):
+        return aval
     kind = getattr(aval, "manual_axis_type", None)
     varies = kind is not None and bool(kind.varying)
     is_typed = varies or _has_explicit_axes(aval)

@@ -22,6 +22,7 @@ _FOLDERS = ("api", "compiler", "debug", "ops", "analysis", "annotations")
 _FACADES = ("arrays.py", "dist.py")
 _FILES = (
     "object_arguments.py",
+    "references.py",
     "scope.py",
     "shard.py",
     "shard_spec.py",

@@ -16,6 +16,7 @@ import jax
 from jax._src import api, config, core, dtypes, source_info_util
 from jax._src import mesh as mesh_lib
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
+from jax._src.core import get_referent as get_referent
 from jax._src.dtypes import InvalidInputException as InvalidInputException
 from jax._src.interpreters import ad, batching, mlir, partial_eval
 from jax._src.lax import lax
@@ -45,6 +46,11 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
     if mesh.empty:
         mesh = mesh_lib.thread_resources.env.physical_mesh
     return None if mesh.empty else mesh
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a type is that of a mutable array."""
+    return hasattr(aval, "inner_aval")
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -21,19 +21,17 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax, scope
+from tessera import scope
 from tessera.errors import WriteBackError
+from tessera.references import check_results, given, is_reference
 
 STRUCTURE = "<structure>"
-# The mutable arrays that the open call is given.
-_given: ContextVar[tuple[Any, ...]] = ContextVar("given_references", default=())
 _TAG = "tessera"
 
 Arrays: TypeAlias = dict[str, Any]
@@ -48,18 +46,22 @@ class Structure:
       names: Of its arrays, in Flax's order.
       kind: The name of its class.
       role: The role of such an argument under ``ts.distribute``.
+      semantics: The ``kind`` that a mutable array was made with.
     """
 
     graphdef: Any
     names: tuple[str, ...]
     kind: str
     role: str | None
+    semantics: str | None = None
 
 
 def is_object(node: Any) -> bool:
     """Whether a value is an object of NNX: a module, an optimizer, a variable."""
     nnx: Any = sys.modules.get("flax.nnx")  # a user who has not imported it has none
-    return nnx is not None and nnx.graphlib.is_graph_node(node)
+    if nnx is None or isinstance(node, jax.Ref):  # for NNX, this is one as well
+        return False
+    return nnx.graphlib.is_graph_node(node)
 
 
 def holds_objects(tree: Any) -> bool:
@@ -72,7 +74,7 @@ def holds_objects(tree: Any) -> bool:
 def changes_in_place(tree: Any) -> bool:
     """Whether there is an object of NNX or a mutable array in a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=is_object)
-    return any(isinstance(leaf, jax.Ref) or is_object(leaf) for leaf in leaves)
+    return any(is_reference(leaf) or is_object(leaf) for leaf in leaves)
 
 
 def parameters_of(weights: Any) -> Any:
@@ -100,38 +102,9 @@ def hint_of_parameters(weights: Any) -> str:
     return "by a model's parameters alone: ts.grad(loss, nnx.state(model, nnx.Param))"
 
 
-def check_references(result: Sequence[Any], captured: Sequence[Any]) -> None:
-    """Raise [T320] where a function returns mutable arrays, or closes over them.
-
-    Args:
-      result: Leaves of what it returns.
-      captured: Arrays that it closes over, on a mesh of several devices.
-    """
-    for leaf in result:
-        if isinstance(leaf, jax.Ref):
-            raise WriteBackError(
-                "a mutable array is returned, and cannot be given to the caller",
-                got=str(jax.typeof(leaf)),
-                fix="return its value: ref[...]",
-            )
-        if isinstance(leaf, _jax.Tracer) and not hasattr(jax.typeof(leaf), "shape"):
-            raise WriteBackError(
-                "a value that is no array is returned",
-                got=str(jax.typeof(leaf)),
-                fix="return arrays; jax.jit returns tokens and other types",
-            )
-    for array in captured:
-        if isinstance(array, jax.Ref):
-            raise WriteBackError(
-                "a mutable array that a function closes over lies on one device",
-                got=f"{jax.typeof(array)}, and a mesh of several",
-                fix="pass it to the function as an argument",
-            )
-
-
-def _is_unit(node: Any) -> bool:
+def _is_unit(node: Any, changes: Callable[[Any], bool] = holds_objects) -> bool:
     """Whether a node is an object, or a tree of objects that is no plain container."""
-    return not isinstance(node, (dict, list, tuple)) and changes_in_place(node)
+    return not isinstance(node, (dict, list, tuple)) and changes(node)
 
 
 def _is_split(node: Any) -> bool:
@@ -141,7 +114,11 @@ def _is_split(node: Any) -> bool:
 def _split(context: Any, node: Any) -> Arrays:
     """The arrays of an object by name, and its structure."""
     if isinstance(node, jax.Ref):
-        return {"value": node[...], STRUCTURE: Structure(None, (), "Ref", None)}
+        structure = Structure(None, (), "Ref", None, jax.typeof(node).kind)
+        return {"value": node[...], STRUCTURE: structure}
+    if is_reference(node):
+        structure = Structure(None, (), "Ref", None)
+        return {"value": node.update(is_ref=False), STRUCTURE: structure}
     from flax import nnx
 
     graphdef, flat = context.flatten(node if is_object(node) else (node,))
@@ -163,7 +140,7 @@ def _merged(context: Any, arrays: Arrays) -> Any:
     """The object made of some arrays: a new one, or the caller's, updated."""
     structure: Structure = arrays[STRUCTURE]
     if structure.graphdef is None:
-        return jax.new_ref(arrays["value"])
+        return jax.new_ref(arrays["value"], kind=structure.semantics)
     leaves = [arrays[name] for name in structure.names]
     node = context.unflatten(structure.graphdef, leaves)
     return node if is_object(node) else node[0]
@@ -188,14 +165,24 @@ class ObjectCall:
     Attributes:
       args: Positional arguments.
       kwargs: Keyword arguments.
-      has_objects: Whether there were any.
+      references: The mutable arrays among them.
+      has_objects: Whether there were any objects.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        keeps_references: bool = False,
+    ) -> None:
         self.args, self.kwargs = tuple(args), dict(kwargs)
         self._units: list[tuple[Any, Arrays]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
-        self.has_objects = changes_in_place((args, kwargs))
+        self._changes = holds_objects if keeps_references else changes_in_place
+        self.has_objects = self._changes((args, kwargs))
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_object)
+        self.references = [leaf for leaf in leaves if isinstance(leaf, jax.Ref)]
 
     def split(self) -> None:
         """Put arrays in place of the objects; in an update context of NNX."""
@@ -206,15 +193,7 @@ class ObjectCall:
 
     def _without_objects(self, context: Any, node: Any) -> Any:
         """A part of the arguments: a copy, where it is a container with objects."""
-        if _is_unit(node):
-            if isinstance(node, jax.Ref) and any(
-                node is unit for unit, _ in self._units
-            ):
-                raise WriteBackError(
-                    "a mutable array is given to the call a second time",
-                    got=f"one {jax.typeof(node)} in two places of the arguments",
-                    fix="pass it once, or pass another one: jax.new_ref(ref[...])",
-                )
+        if _is_unit(node, self._changes):
             arrays = _split(context, node)
             # A number in a variable becomes an array, as for nnx.jit.
             arrays.update(
@@ -224,17 +203,12 @@ class ObjectCall:
             )
             self._units.append((node, arrays))
             return arrays
-        if not changes_in_place(node):
+        if not self._changes(node):
             return node
         if id(node) not in self._copies:
             inside = functools.partial(self._without_objects, context)
             self._copies[id(node)] = node, _mapped(inside, node)
         return self._copies[id(node)][1]
-
-    @property
-    def references(self) -> tuple[Any, ...]:
-        """The mutable arrays among the arguments."""
-        return tuple(unit for unit, _ in self._units if isinstance(unit, jax.Ref))
 
     def finish(self, result: Any) -> Any:
         """Update the caller's objects; the result with its objects."""
@@ -260,36 +234,22 @@ class ObjectCall:
 
 @contextmanager
 def objects_split(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps_references: bool = False
 ) -> Iterator[ObjectCall]:
-    """The arguments of a call without their objects, for as long as the call runs."""
-    call = ObjectCall(args, kwargs)
-    if not call.has_objects:
-        yield call
-        return
-    with _nnx("update_context"):
-        call.split()
-        token = _given.set(call.references)
-        try:
-            yield call
-        finally:
-            _given.reset(token)
-
-
-def check_captured_references(captured: Sequence[Any]) -> None:
-    """Raise [T320] where the open call is given a mutable array that is closed over.
+    """The arguments of a call without their objects, for as long as the call runs.
 
     Args:
-      captured: The arrays that a program closes over.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+      keeps_references: Whether the mutable arrays among them stay what they are.
     """
-    given = _given.get()
-    for array in captured if given else ():
-        if any(array is reference for reference in given):
-            raise WriteBackError(
-                "a mutable array is closed over, and is given to the call as well",
-                got=str(jax.typeof(array)),
-                fix="pass it to the function as an argument alone",
-            )
+    call = ObjectCall(args, kwargs, keeps_references=keeps_references)
+    if not (call.has_objects or call.references):
+        yield call
+        return
+    with given(call.references), _nnx("update_context"):
+        call.split()
+        yield call
 
 
 def _nnx(name: str, **options: Any) -> AbstractContextManager[Any]:
@@ -365,7 +325,7 @@ def split_result(result: Any) -> tuple[Any, Callable[[Any], Any]]:
       WriteBackError: [T320] there is a mutable array in it.
     """
     if not holds_objects(result):
-        check_references(jax.tree.leaves(result), ())
+        check_results(jax.tree.leaves(result))
         return result, as_it_is
     from flax import nnx
 
@@ -374,9 +334,9 @@ def split_result(result: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _result_split(context: Any, result: Any) -> Any:
-    check_references(jax.tree.leaves(result, is_leaf=is_object), ())
+    check_results(jax.tree.leaves(result, is_leaf=is_object))
     split = _with_each(_is_unit, functools.partial(_split, context), result)
-    check_references(jax.tree.leaves(split), ())
+    check_results(jax.tree.leaves(split))
     return split
 
 

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
@@ -42,11 +43,12 @@ from tessera.compiler.trace.tracer import trace
 from tessera.compiler.trace.write_back import check_no_alias, write_back
 from tessera.errors import SettingConflictError, TesseraWarning
 from tessera.object_arguments import (
+    ObjectCall,
     WithObjects,
     changes_in_place,
-    check_captured_references,
     objects_split,
 )
+from tessera.references import check_captured
 from tessera.shard import DistTensor
 
 __all__ = ["Function", "last_run"]
@@ -100,8 +102,6 @@ class Function:
         try:
             if self.static.names:
                 args, kwargs = self.static.marked(args, kwargs)
-            if self._takes_objects:
-                return self._with_objects(self._run_any, args, kwargs)
             return self._run_any(args, kwargs)
         except Exception as error:
             raise without_own_frames(error)  # noqa: B904 - it is the same error
@@ -154,7 +154,13 @@ class Function:
         if _jax_traces.jit_is_disabled():
             return self._run_eagerly(args, kwargs)
         if _jax_traces.is_tracing():
-            return self._with_objects(self._under_jax, args, kwargs)
+            return self._under_jax(args, kwargs)
+        if self._takes_objects:
+            return self._with_objects(self._run_arrays, args, kwargs)
+        return self._run_arrays(args, kwargs)
+
+    def _run_arrays(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a program of the arrays; an error names the operation that it is of."""
         try:
             return self._run_compiled(args, kwargs)
         except _jax_traces.InternalFloatingPointError as error:
@@ -180,7 +186,7 @@ class Function:
     def _run_new(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if changes_in_place((args, kwargs)):
             self._takes_objects = True
-            return self._with_objects(self._run_any, args, kwargs)
+            return self._with_objects(self._run_arrays, args, kwargs)
         call, context = self._flatten(args, kwargs), context_key()
         program = self._program(call, to_run=True)
         kind = CallKind.of(program, call)
@@ -244,8 +250,10 @@ class Function:
     # --- calls that run operation by operation
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if changes_in_place((args, kwargs)):
-            return self._with_objects(self._run_eagerly, args, kwargs)
+        with self._objects_split(args, kwargs) as call:
+            return call.finish(self._run_eagerly_on(call.args, call.kwargs))
+
+    def _run_eagerly_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = self._flatten(args, kwargs)
         body, options = self._for_objects(call)
         with changes_explained():
@@ -279,7 +287,7 @@ class Function:
         """Become part of the function that Tessera is tracing, layouts and all."""
         if not scope.current_plan().rounds_alike:
             self._refuse_deterministic("a function with fast numerics")
-        if self.options.mesh is None and not self.options.declares_layouts:
+        if not self.options.lays_out:
             body, here = scope.resolve_callee(self.body), scope.current()
             # The sizes of one microbatch differ from those of the annotations.
             check = here is not None and here.is_whole_batch
@@ -295,6 +303,10 @@ class Function:
     def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of what JAX, not Tessera, is tracing or transforming."""
         self._refuse_deterministic("a program that JAX compiles")
+        with self._objects_split(args, kwargs) as call:
+            return call.finish(self._part_of_jax(call.args, call.kwargs))
+
+    def _part_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         traced, program = self._jitted(call := self._flatten(args, kwargs))
         outputs = self._outputs(call, traced, program)
         origin, values = traced.origin, values_of(args, kwargs)
@@ -315,7 +327,11 @@ class Function:
             return self._inlined[key]
         traced = self._trace(call)
         program = jitted(
-            traced.origin, traced.graph, traced.call, inline=self.options.is_inlined
+            traced.origin,
+            traced.graph,
+            traced.call,
+            is_nested=True,
+            inline=self.options.is_inlined,
         )
         if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
             self._inlined[key] = traced, program  # else valid for this trace only
@@ -327,7 +343,7 @@ class Function:
         """What such a program gives for the arrays of a call."""
         parts = [argument.own_part() for argument in call.arguments]
         captured = traced.graph.captured
-        check_captured_references(captured)
+        check_captured(captured)
         returned = program(*parts, self._parameters(traced), captured)
         pairs = zip(traced.graph.outputs, returned, strict=True)
         return [without_padding(traced.graph, *pair) for pair in pairs]
@@ -342,6 +358,14 @@ class Function:
             )
 
     # --- calls with objects
+
+    def _objects_split(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[ObjectCall]:
+        """The arguments without objects: with mutable arrays where JAX transforms."""
+        has_layouts = self.options.lays_out or self.options.strategy is not None
+        keeps = _jax_traces.is_tracing() and not has_layouts
+        return objects_split(args, kwargs, keeps_references=keeps)
 
     def _with_objects(
         self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]

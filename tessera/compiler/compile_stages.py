@@ -38,9 +38,9 @@ from tessera.errors import DeviceMemoryError, OutsideTraceError
 from tessera.mesh import Mesh
 from tessera.object_arguments import (
     as_it_is,
-    check_captured_references,
     objects_split,
 )
+from tessera.references import check_captured
 from tessera.scope import alone_on, transforming
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
@@ -348,7 +348,7 @@ class Compiled(OfArguments):
             return self._unflatten(self.dispatch(arrays, parameters, self.captured))
         origin = self.traced.origin
         check_no_alias(origin.writes, values)
-        check_captured_references(self.captured)
+        check_captured(self.captured)
         outputs = self.stored(self.dispatch(arrays, parameters, self.captured))
         write_back(origin.writes, origin.written(outputs), values)
         return origin.unflatten(outputs)

@@ -42,12 +42,33 @@ def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Pro
     # One at a time, for a later loss may use a gradient.
     with differentiating():
         if not is_inner and rewriting.contains(program, _is_gradient):
+            program = _with_own_references(program)
             program = rewriting.rewrite(program, _closes_over, _fix_closures)
         while rewriting.contains(program, _is_gradient):
             program = _without_next_gradient(program, is_inner)
             if _holds_ended_traces(program):
                 refuse_closure()
     return program
+
+
+def _with_own_references(program: _jax.Program) -> _jax.Program:
+    """A program that works on copies of the mutable arrays that it takes.
+
+    JAX takes no gradient through those that are made outside of it.
+    """
+    avals = [variable.aval for variable in _jax.inputs(program)]
+    references = [i for i, aval in enumerate(avals) if _jax.is_reference(aval)]
+
+    def run(*values: Any) -> list[Any]:
+        own = list(values)
+        for i in references:
+            own[i] = jax.new_ref(values[i][...], kind=avals[i].kind)
+        results = _jax.evaluate(program, *own)
+        for i in references:
+            values[i][...] = own[i][...]
+        return results
+
+    return _jax.retrace(run, program) if references else program
 
 
 def _closes_over(equation: _jax.Equation, _: str = "") -> bool:

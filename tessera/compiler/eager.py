@@ -149,7 +149,7 @@ def _placed(value: Any, mesh: Mesh | None, spec: PartitionSpec | None) -> Any:
     """An array in its declared layout; other values as they are."""
     if isinstance(value, DistTensor):
         value = value.materialize()
-    if not is_number(value):
+    if isinstance(value, jax.Ref) or not is_number(value):
         return value
     array = jnp.asarray(value)
     if mesh is None or spec is None:

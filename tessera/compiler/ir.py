@@ -55,6 +55,11 @@ class Value:
         """Whether its type places it in host memory."""
         return _jax.on_host(self.aval)
 
+    @property
+    def is_ref(self) -> bool:
+        """Whether it is a mutable array."""
+        return _jax.is_reference(self.aval)
+
     def describe(self) -> str:
         """``batch/tokens: int32[8,16] over P('dp',)`` (role)."""
         shape = ",".join(map(str, self.aval.shape))
@@ -101,6 +106,11 @@ class Graph:
     def device_kind(self) -> str:
         """The model of the devices, such as ``NVIDIA H200``."""
         return self._device.device_kind
+
+    @property
+    def has_references(self) -> bool:
+        """Whether it takes mutable arrays."""
+        return any(value.is_ref for value in self.inputs)
 
     @property
     def _device(self) -> jax.Device:

@@ -32,7 +32,8 @@ def layout_of(value: Any) -> Layout | None:
     """
     if isinstance(value, DistTensor):
         return None if value.mesh is None else (value.mesh, value.spec)
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+    is_array = isinstance(value, (jax.Array, jax.Ref))
+    if is_array and not isinstance(value, _jax.Tracer):
         sharding = value.sharding
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
             return Mesh.of(sharding.mesh), sharding.spec

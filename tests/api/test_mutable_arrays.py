@@ -94,6 +94,92 @@ def test_gradients_go_through_them():
     np.testing.assert_allclose(ref[...], X**3 + X)
 
 
+def test_gradients_go_through_those_of_others():
+    def step(ref, x):
+        ref[...] = ref[...] * x**2
+        return ts.grad(jnp.sum(ref[...]), x)
+
+    ref = jax.new_ref(X)
+    np.testing.assert_allclose(jax.jit(ts.function(step))(ref, X), 2 * X**2)
+    closed_over = ts.function(lambda x: step(ref, x))
+    np.testing.assert_allclose(closed_over(X), 2 * X**4, rtol=1e-6)
+    np.testing.assert_allclose(ref[...], X**5, rtol=1e-6)
+
+
+@jax.custom_vjp
+def stash_gradient(ref, x):
+    del ref
+    return x
+
+
+def stash_gradient_back(ref, gradient):
+    ref[...] = gradient
+    return None, gradient
+
+
+stash_gradient.defvjp(lambda ref, x: (x, ref), stash_gradient_back)
+
+
+def stash(ref, x):
+    return jnp.sin(stash_gradient(ref, jnp.sin(x)))
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, ref, x: jax.grad(f, 1)(ref, x),
+        lambda f, ref, x: jax.vjp(lambda x: f(ref, x), x)[1](x),
+        lambda f, ref, x: jax.grad(jax.remat(f), 1)(ref, x),
+        lambda f, ref, x: jax.jit(jax.grad(f, 1))(ref, x),
+        lambda f, ref, x: jax.grad(lambda x: f({"r": ref}, x)["y"])(x),
+    ],
+)
+def test_transformations_of_jax_see_the_array_itself(transformed):
+    def function(ref, x):
+        is_nested = isinstance(ref, dict)
+        y = stash(ref["r"] if is_nested else ref, x)
+        return {"y": y} if is_nested else y
+
+    found = []
+    for jit in (jax.jit, ts.jit):
+        ref, step = jax.new_ref(jnp.float32(0)), jit(function)
+        step(ref, X)
+        found.append((transformed(step, ref, jnp.float32(1)), ref[...]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert found[1][1] != 0
+
+
+def test_without_jit_jax_differentiates_beside_them():
+    @ts.jit
+    def step(ref, x):
+        ref[...] += 1
+        return jnp.sum(scaled(ref, x))
+
+    @jax.custom_vjp
+    def scaled(ref, x):
+        return ref[...] * x
+
+    scaled.defvjp(lambda ref, x: (scaled(ref, x), ref), lambda ref, g: (None, g))
+    with jax.disable_jit():
+        ref = jax.new_ref(X)
+        assert step(ref, 2.0) == 2 * jnp.sum(X + 1)
+        np.testing.assert_array_equal(ref[...], X + 1)
+        plain = ts.jit(lambda ref, x: jnp.sum(ref[...] * x))
+        assert jax.grad(plain, 1)(ref, 2.0) == jnp.sum(X + 1)
+
+
+def test_they_keep_the_kind_that_they_were_made_with():
+    @jax.remat
+    def f(y, ref):
+        ref[...] += y * y
+        return y * y
+
+    for function in (jax.grad(ts.jit(f)), ts.jit(jax.grad(f))):
+        ref = jax.new_ref(jnp.float32(1), kind="no_grad_no_remat")
+        assert function(2.0, ref) == 4
+        assert ref[...] == 5
+
+
 def test_inside_other_functions_they_are_the_same_array():
     inner = ts.function(add)
     for outer in (
@@ -115,6 +201,40 @@ def test_they_keep_their_layout(dp_mesh):
     assert specs[0] == P("dp")
 
 
+@pytest.mark.parametrize("own", [P("dp"), P()])
+def test_on_a_mesh_a_function_may_close_over_one(dp_mesh, own):
+    rows, whole = (NamedSharding(dp_mesh.jax, spec) for spec in (P("dp"), P()))
+
+    found = []
+    # JAX itself cannot lower such a function of jax.jit inside another.
+    for jit, outer in ((jax.jit, lambda f: f), (ts.jit, jax.jit)):
+        ref = jax.new_ref(jax.device_put(X, NamedSharding(dp_mesh.jax, own)))
+        for layout in (rows, whole):
+            step = jit(lambda x: add(ref, x) * x, out_shardings=layout)  # noqa: B023
+            results = [step(X), outer(step)(X)]
+            assert [r.sharding.spec for r in results] == [layout.spec] * 2
+            found.append((results, ref[...]))
+        assert ref.sharding.is_equivalent_to(NamedSharding(dp_mesh.jax, own), 1)
+    jax.tree.map(np.testing.assert_array_equal, found[:2], found[2:])
+
+
+def test_a_function_with_a_mesh_takes_them_in_a_program_of_jax(dp_mesh):
+    ref = jax.new_ref(X)
+    step = ts.function(add, mesh=dp_mesh)
+    assert jax.jit(step)(ref, X) == 2 * X.sum()
+    np.testing.assert_array_equal(ref[...], 2 * X)
+
+
+def test_a_program_is_compiled_for_the_shape_of_one(dp_mesh):
+    rows = NamedSharding(dp_mesh.jax, P("dp"))
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows, is_ref=True)
+    compiled = ts.jit(add).lower(shape, X).compile()
+    ref = jax.new_ref(jax.device_put(X, rows))
+    assert compiled(ref, X) == 2 * X.sum()
+    np.testing.assert_array_equal(ref[...], 2 * X)
+    assert ref.sharding.is_equivalent_to(rows, 1)
+
+
 def test_a_call_that_fails_leaves_them_as_they_are():
     @ts.function
     def fail(ref):
@@ -132,6 +252,12 @@ def test_a_call_that_fails_leaves_them_as_they_are():
     [
         (
             lambda ref: ts.function(lambda a, b: a[...] + b[...])(ref, ref),
+            "a mutable array is given to the call a second time",
+            "one Ref{float32[8]} in two places of the arguments",
+            "pass it once, or pass another one: jax.new_ref(ref[...])",
+        ),
+        (
+            lambda ref: jax.vjp(ts.function(lambda a, b: a[...] + b[...]), ref, ref),
             "a mutable array is given to the call a second time",
             "one Ref{float32[8]} in two places of the arguments",
             "pass it once, or pass another one: jax.new_ref(ref[...])",

@@ -48,7 +48,12 @@ _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 
 def jitted(
-    trace: Trace, graph: Graph, call: Call, *, inline: bool = False
+    trace: Trace,
+    graph: Graph,
+    call: Call,
+    *,
+    is_nested: bool = False,
+    inline: bool = False,
 ) -> jax.stages.Wrapped:
     """A graph, after its passes, as ``jax.jit`` for a call's arguments.
 
@@ -56,7 +61,8 @@ def jitted(
       trace: How the call was traced: which arguments it donates.
       graph: Its graph after the passes.
       call: The call.
-      inline: Whether a program that JAX traces has no call of it.
+      is_nested: Whether it is called in a program that JAX traces.
+      inline: Whether such a program has no call of it.
 
     Returns:
       A jitted function. It takes the list of arrays of each argument, then the
@@ -72,6 +78,11 @@ def jitted(
         for value in graph.inputs
     ]
     result_shardings = [graph.sharding(value) for value in graph.outputs]
+    # JAX takes no layouts for a nested call with mutable arrays: constrain inside.
+    constrains = is_nested and graph.has_references
+    if constrains:
+        own = (v.name for v in graph.inputs if not graph.is_padded(v) and not v.is_ref)
+        untyped |= set(own) - traced
 
     def step(*parts: Any) -> list[Any]:
         own = [
@@ -79,12 +90,7 @@ def jitted(
             for value, array in zip(graph.inputs, jax.tree.leaves(parts), strict=True)
         ]
         results = zip(graph.outputs, _jax.replay(graph.program, *own), strict=True)
-        return [
-            padded(array, graph.stored_shape(value))
-            if graph.is_padded(value)
-            else array
-            for value, array in results
-        ]
+        return [_output(graph, *pair, is_untyped=constrains) for pair in results]
 
     step.__name__ = step.__qualname__ = graph.name
     donated = [
@@ -92,7 +98,7 @@ def jitted(
         for index, argument in enumerate(call.arguments)
         if argument.name in trace.donated
     ]
-    has_layouts = graph.mesh is not None and not _has_references(graph)
+    has_layouts = graph.mesh is not None and not constrains
     return jax.jit(
         step,
         in_shardings=_parts(call, graph, shardings) if has_layouts else None,
@@ -103,19 +109,18 @@ def jitted(
     )
 
 
-def _has_references(graph: Graph) -> bool:
-    """Whether it closes over mutable arrays, for which JAX takes no layouts.
-
-    Such a graph is of one device.
-    """
-    return any(isinstance(array, jax.Ref) for array in graph.captured)
-
-
 def _input(graph: Graph, value: Value, array: Any, *, is_untyped: bool) -> Any:
     """The array of an input, from what devices store of it."""
     if is_untyped and (sharding := graph.sharding(value)) is not None:
         return jax.lax.with_sharding_constraint(array, sharding)
     return without_padding(graph, value, array)
+
+
+def _output(graph: Graph, value: Value, array: Any, *, is_untyped: bool) -> Any:
+    """What devices store of an output."""
+    if graph.is_padded(value):
+        return padded(array, graph.stored_shape(value))
+    return _input(graph, value, array, is_untyped=is_untyped)
 
 
 def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
@@ -129,7 +134,7 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
 
 def traced_for_arrays(trace: Trace, graph: Graph, call: Call) -> jax.stages.Traced:
     """``jax.jit`` of the function's own arguments, all of them arrays, traced."""
-    program = jitted(trace, graph, call)
+    program = jitted(trace, graph, call, is_nested=True)
     counts = [len(argument.leaves) for argument in call.arguments]
 
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +240,8 @@ def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:
     Raises:
       LayoutMismatchError: [T205] with every input and output that differs.
     """
-    if graph.mesh is None or _has_references(graph):
+    # JAX reports more results of a program with mutable arrays than there are.
+    if graph.mesh is None or graph.has_references:
         return
     inputs = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     outputs = compiled.out_tree.flatten_up_to(compiled.output_shardings)

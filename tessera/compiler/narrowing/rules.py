@@ -105,5 +105,5 @@ def rule_of(equation: _jax.Equation, dtype: Any) -> Rule:
 
 def is_f32(atom: _jax.Atom) -> bool:
     """Whether a variable or literal is an array of f32; mutable arrays are none."""
-    is_ref = hasattr(atom.aval, "inner_aval")
-    return not is_ref and getattr(atom.aval, "dtype", None) == jnp.float32
+    is_f32 = getattr(atom.aval, "dtype", None) == jnp.float32
+    return is_f32 and not _jax.is_reference(atom.aval)

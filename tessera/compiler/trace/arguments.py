@@ -278,7 +278,9 @@ def _argument(name: str, value: Any) -> Argument:
             leaf = _jax.struct(leaf)
         if isinstance(leaf, TRACED):
             held = bool(objects) and any(path[:n] in objects for n in range(len(path)))
-            leaves.append(Leaf(full, leaf, held, isinstance(leaf, _jax.Tracer)))
+            reference = jax.typeof(leaf) if isinstance(leaf, jax.Ref) else None
+            of_trace = isinstance(leaf, _jax.Tracer)
+            leaves.append(Leaf(full, leaf, held, of_trace, reference))
         else:
             statics.append((index, _static(full, leaf)))
     return Argument(

@@ -126,6 +126,11 @@ class Options:
         has_inputs = bool(self.in_specs) or self.in_spec is not None
         return has_inputs or self.out_specs is not None
 
+    @property
+    def lays_out(self) -> bool:
+        """Whether there are such layouts, or a mesh."""
+        return self.mesh is not None or self.declares_layouts
+
 
 def argument_values(
     call: Call, options: Options, mesh: Mesh | None, dim_names: DimNames = _NO_NAMES

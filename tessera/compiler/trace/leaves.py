@@ -24,7 +24,7 @@ from tessera.shard_spec import axes_of_dims, spec_of_axes
 # The mesh axis of an array that is committed to one device.
 ONE_DEVICE = "device"
 
-TRACED = (*ARRAYS, jax.ShapeDtypeStruct)
+TRACED = (*ARRAYS, jax.Ref, jax.ShapeDtypeStruct)
 
 
 def mesh_of_one_device(sharding: SingleDeviceSharding) -> Mesh:
@@ -42,12 +42,14 @@ class Leaf:
       value: The array.
       of_object: Whether an NNX object holds it, so that it is no batch.
       of_trace: Whether JAX is tracing it, so that its values are unknown.
+      reference: The type of a mutable array; None for an array.
     """
 
     name: str
     value: Any
     of_object: bool = False
     of_trace: bool = False
+    reference: Any = None
 
     @property
     def layout(self) -> tuple[Mesh, PartitionSpec] | None:
@@ -88,6 +90,8 @@ class Leaf:
     @property
     def aval(self) -> Any:
         """Global shape, dtype and whether the dtype is weak."""
+        if self.reference is not None:
+            return self.reference
         if isinstance(self.value, (DistTensor, jax.ShapeDtypeStruct)):
             return self.value
         return jax.typeof(self.value)
@@ -103,7 +107,7 @@ class Leaf:
         # No compiled program takes a value that JAX is tracing.
         varies = _jax.varying_axes(self.value) if self.of_trace else None
         location = (self.layout, _jax.on_host(self.value), varies)
-        return (shape, dtype, self.is_weak, *location)
+        return (shape, dtype, self.is_weak, self.reference, *location)
 
     @property
     def may_be_padded(self) -> bool:
@@ -117,9 +121,9 @@ class Leaf:
         if isinstance(self.value, jax.ShapeDtypeStruct):
             is_of_now = _jax.canonical_dtype(self.aval.dtype) == self.aval.dtype
             return self if is_of_now else self._struct(self.value.sharding)
-        if not isinstance(self.value, (jax.Array, np.ndarray)):
+        if not isinstance(self.value, (jax.Array, np.ndarray, jax.Ref)):
             return self
-        if self.of_trace:
+        if self.of_trace and self.reference is None:
             return replace(self, value=_jax.struct(self.aval))
         return self._struct(
             getattr(self.value, "sharding", None) if self.layout else None

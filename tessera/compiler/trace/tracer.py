@@ -53,7 +53,9 @@ from tessera.errors import (
     ParameterNameError,
 )
 from tessera.mesh import Mesh
-from tessera.object_arguments import as_it_is, check_references, split_result
+from tessera.object_arguments import as_it_is, split_result
+from tessera.ops.operand_layouts import layout_of
+from tessera.references import refuse_on_one_device
 from tessera.shard import DistTensor
 from tessera.tree import Skeleton, partition
 
@@ -353,7 +355,7 @@ def _run(
 def _struct(value: Value, mesh: Mesh | None) -> Any:
     """The type of an input in a trace: over Explicit axes it has the layout."""
     struct = _jax.struct(value.aval)
-    if mesh is None or value.spec is None or not mesh.explicit_axes:
+    if mesh is None or value.spec is None or value.is_ref or not mesh.explicit_axes:
         return struct
     return struct.update(sharding=NamedSharding(mesh.compile_mesh, value.spec))
 
@@ -388,7 +390,9 @@ def _graph(
     )
     graph = described.with_program(run.program)  # lifts what the run captured
     if mesh is not None and mesh.size > 1:
-        check_references((), graph.captured)
+        for array in graph.captured:
+            if layout_of(array) is None:
+                refuse_on_one_device(array)
     return graph
 
 
