@@ -27,6 +27,9 @@ _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount ==
 # Before, it was whether to inline; now a bool means another time to do it.
 _INLINE: Any = api.Inline.JAX_EARLY if hasattr(api, "Inline") else True
 
+# What ``jax.vjp`` returns; a function in older versions.
+VJP: Any = getattr(api, "VJP", ())
+
 BatchingRule: TypeAlias = Callable[[Sequence[Any], Sequence[int | None]], Any]
 
 

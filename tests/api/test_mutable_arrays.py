@@ -235,6 +235,22 @@ def test_a_program_is_compiled_for_the_shape_of_one(dp_mesh):
     assert ref.sharding.is_equivalent_to(rows, 1)
 
 
+def test_a_function_fills_in_what_jax_vjp_returned():
+    @ts.jit
+    def forward():
+        y, back = jax.vjp(lambda x, y: x * y, 2.0, 3.0)
+        back.args_res = [None, None]
+        return y, back
+
+    @ts.jit
+    def backward(back):
+        back.args_res = [2.0, 3.0]
+        return back(1.0)
+
+    y, back = forward()
+    assert (y, *backward(back)) == (6, 3, 2)
+
+
 def test_a_call_that_fails_leaves_them_as_they_are():
     @ts.function
     def fail(ref):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from tessera import _jax
+from tessera import _jax, _jax_traces
 from tessera.compiler.ir import Value
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import TesseraWarning, WriteBackError
@@ -93,6 +93,8 @@ class MutationTracker:
                 self._seen.append((argument, path, name, value, content))
             for entry, item in content.items():
                 self._visit(argument, (*path, entry), f"{name}/{entry}", item)
+        elif isinstance(value, _jax_traces.VJP):
+            return  # a function fills in its residuals for itself
         elif not jax.tree_util.all_leaves([value]):
             self._opaque.append((name, value, jax.tree.leaves(value)))
 
