@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 
 simulate_devices(4)
 

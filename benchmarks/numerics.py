@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 from statistics import median
 
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 
 simulate_devices(8)
 

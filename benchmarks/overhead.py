@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 
 simulate_devices(8)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 
 simulate_devices(8)
 

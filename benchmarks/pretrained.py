@@ -60,7 +60,7 @@ class Peak(threading.Thread):
 
 def read(folder: str, mesh: str) -> dict[str, Any]:
     """Read a folder in this process; what it took."""
-    from tessera.runtime.devices import simulate_devices
+    from tessera.dist import simulate_devices
 
     sizes, axes = MESHES[mesh]
     simulate_devices(math.prod(sizes))

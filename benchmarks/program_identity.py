@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 
 simulate_devices(8)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
 
-# The notebooks simulate eight devices: see tessera.runtime.devices.simulate_devices.
+# The notebooks simulate eight devices: see tessera.dist.simulate_devices.
 os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A warning of the debugger about frozen modules would end up in the notebooks.

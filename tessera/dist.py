@@ -26,6 +26,7 @@ from tessera.ops.gradient_averaging import (
     per_device,
 )
 from tessera.shard import DistTensor, ShardSpec, tensor
+from tessera.simulated_devices import simulate_devices
 
 allreduce = all_reduce
 
@@ -34,6 +35,6 @@ __all__ = [
     "DistTensor", "Inspection", "Mesh", "ShardSpec", "all_gather", "all_reduce",
     "all_to_all", "allreduce", "average_gradients", "barrier", "broadcast",
     "compressed_mean", "gather", "inspect", "per_device", "profile", "recv",
-    "recv_from", "reduce_scatter", "scatter", "send", "tensor",
+    "recv_from", "reduce_scatter", "scatter", "send", "simulate_devices", "tensor",
 ]
 # fmt: on

@@ -41,7 +41,7 @@ FIRST_READ = {
 # Their cures begin before JAX has started, so each runs in a process of its own.
 FRESH_PROCESS = {"T105"}
 
-RECIPE = """from tessera.runtime.devices import simulate_devices
+RECIPE = """from tessera.dist import simulate_devices
 
 simulate_devices(8)
 """

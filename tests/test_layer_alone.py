@@ -40,7 +40,7 @@ def test_the_package_needs_jax_and_numpy_and_the_trainer_more():
 
 
 STEP = """
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 simulate_devices(2)
 import jax
 import jax.numpy as jnp

@@ -9,8 +9,6 @@ accelerators there are. So the CPU devices are requested first, and the backend 
 started second: on a GPU or TPU, unused CPU devices cost nothing.
 """
 
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, log2, prod
 from typing import NoReturn
@@ -20,55 +18,7 @@ import jax
 from tessera import _jax
 from tessera.errors import BackendStartedError, DeviceCountError
 from tessera.runtime.rank_consistency import difference_error, differences
-
-
-def simulate_devices(count: int) -> None:
-    """Give this process's CPU backend at least ``count`` devices.
-
-    Also sets ``PJRT_NPROC``, from which XLA sizes the thread pool that all CPU devices
-    share. With one thread per device, a queued step holds the thread that another
-    step's collective waits for, and the process aborts after 40 s; eight devices
-    deadlock with 12 threads and run with 16. Four threads per device, and at least 32,
-    leave a factor of two; a waiting thread costs nothing. The variable has to be set
-    before the backend starts, not before JAX is imported.
-
-    If ``JAX_NUM_CPU_DEVICES`` or ``XLA_FLAGS`` requests enough devices already, this
-    only sets the size of the thread pool; if the devices exist already, it does
-    nothing.
-
-    Args:
-      count: Devices needed, at least 1.
-
-    Raises:
-      BackendStartedError: [T701] JAX has started its backend with fewer CPU devices.
-      DeviceCountError: [T702] there are more of them than JAX can simulate.
-
-    Example:
-      >>> simulate_devices(8)
-      >>> len(jax.devices("cpu"))
-      8
-    """
-    assert count >= 1, f"{count} devices cannot be simulated"
-    if _jax.backend_started():
-        existing = len(jax.devices("cpu"))
-        if existing < count:
-            raise BackendStartedError(
-                f"{count} CPU devices cannot be simulated any more",
-                got=f"JAX has started its backend with {existing}",
-                fix=f"call simulate_devices({count}) before anything that touches a "
-                f"device, or start Python with JAX_NUM_CPU_DEVICES={count} "
-                f"PJRT_NPROC={_threads(count)}",
-            )
-        return
-    _check_cpu_devices(count)
-    requested = _requested_cpu_devices()
-    if max(count, requested) > 1:
-        text = os.environ.get("PJRT_NPROC", "")
-        current = int(text) if text.isdecimal() else 0
-        threads = max(_threads(max(count, requested)), current)
-        os.environ["PJRT_NPROC"] = str(threads)
-    if requested < count:
-        jax.config.update("jax_num_cpu_devices", count)
+from tessera.simulated_devices import check_cpu_devices, simulate_devices
 
 
 def prepare_devices(
@@ -117,7 +67,7 @@ def prepare_devices(
         if not takes_all and count != num_needed:
             _raise_idle_devices(num_needed, count, num_processes, axes)
     if found == "cpu":
-        _check_cpu_devices(num_here)
+        check_cpu_devices(num_here)
         simulate_devices(num_needed)
     elif count < num_needed:
         raise DeviceCountError(
@@ -139,16 +89,6 @@ def prepare_devices(
         f"simulating {number} CPU devices{processes}: what they compute is right, how "
         "fast is not"
     )
-
-
-def _check_cpu_devices(count: int) -> None:
-    """Raise T702 if JAX cannot simulate so many CPU devices in a process."""
-    if count > _jax.MOST_CPU_DEVICES:
-        raise DeviceCountError(
-            f"{count} CPU devices are more than JAX has in one process",
-            got=f"{count}, and it takes at most {_jax.MOST_CPU_DEVICES}",
-            fix="use a smaller mesh, or run it where there are accelerators",
-        )
 
 
 def check_homogeneous(devices: Sequence[jax.Device]) -> None:
@@ -192,7 +132,7 @@ def _raise_idle_devices(
 
 def _choose_cpu(count: int) -> None:
     """Make the CPU the default platform, with ``count`` devices."""
-    _check_cpu_devices(count)
+    check_cpu_devices(count)
     if _jax.backend_started():
         if jax.default_backend() != "cpu":
             raise BackendStartedError(
@@ -228,21 +168,6 @@ def _start_backend(platform: str) -> list[jax.Device]:
             f"or take what is there: runtime.platform={found}",
         )
     return devices
-
-
-def _threads(count: int) -> int:
-    """The threads that ``count`` devices need; at least one for each processor."""
-    return max(32, 4 * count, os.cpu_count() or 1)
-
-
-def _requested_cpu_devices() -> int:
-    """CPU devices that the environment or JAX's configuration requests already."""
-    configured: int = jax.config.values["jax_num_cpu_devices"]
-    if configured > 0:
-        return configured
-    flag = r"--xla_force_host_platform_device_count=(\d+)"
-    in_flags = re.findall(flag, os.environ.get("XLA_FLAGS", ""))
-    return int(in_flags[-1]) if in_flags else 1
 
 
 def _smaller_meshes(axes: Mapping[str, int], count: int) -> str:

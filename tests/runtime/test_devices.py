@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from tessera import _jax, errors
-from tessera.runtime import devices
-from tessera.runtime.devices import prepare_devices, simulate_devices
+from tessera import _jax, errors, simulated_devices
+from tessera.dist import simulate_devices
+from tessera.runtime.devices import prepare_devices
 
 
 def in_new_process(code: str, *arguments: str, **environment: str) -> str:
@@ -38,7 +38,7 @@ SIMULATE_AND_COUNT = """
 import json, os, sys
 os.cpu_count = lambda: 2
 import jax
-from tessera.runtime.devices import simulate_devices
+from tessera.dist import simulate_devices
 for count, environment in json.loads(sys.argv[1]):
     child = os.fork()
     if not child:
@@ -107,11 +107,12 @@ def test_a_started_backend_cannot_get_more_devices():
     jax.devices()
     with pytest.raises(errors.BackendStartedError) as caught:
         simulate_devices(9)
+    threads = simulated_devices._threads(9)
     assert str(caught.value) == (
         "[T701] 9 CPU devices cannot be simulated any more\n"
         "  got: JAX has started its backend with 8\n"
         "  fix: call simulate_devices(9) before anything that touches a device, or "
-        f"start Python with JAX_NUM_CPU_DEVICES=9 PJRT_NPROC={devices._threads(9)}\n"
+        f"start Python with JAX_NUM_CPU_DEVICES=9 PJRT_NPROC={threads}\n"
         "  docs: docs/errors/T701.md"
     )
 
