@@ -205,6 +205,7 @@ def test_every_library_that_is_imported_is_declared():
         re.split(r"[\[<>=]", requirement)[0].lower()
         for requirement in (
             *project["dependencies"],
+            *project["optional-dependencies"]["train"],
             *project["optional-dependencies"]["tokenizers"],
         )
     }

@@ -124,15 +124,15 @@ def split_stages(
     dependents = _jax.dependents(equations, [v for end in ends for v in end.outvars])
     ended = accumulate((e.primitive is stage_end_p for e in equations), initial=0)
     order = [min(stage, last) for stage in ended]  # the stage of each equation
-    jaxprs: list[StageJaxpr] = []
+    stages: list[StageJaxpr] = []
     read_later = list(_jax.outputs(program))
     for stage in reversed(range(len(names))):
         jaxpr = _stage(program, num_inputs, stage, read_later, (order, dependents))
         if stage:
             _check_wire(jaxpr.received, names[stage - 1])
-        jaxprs.append(jaxpr)
+        stages.append(jaxpr)
         read_later = list(jaxpr.received)
-    return StagedProgram(program, num_inputs, tuple(names), tuple(jaxprs[::-1]))
+    return StagedProgram(program, num_inputs, tuple(names), tuple(stages[::-1]))
 
 
 def _stage(
