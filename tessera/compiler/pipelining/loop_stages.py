@@ -150,8 +150,8 @@ class Execution:
 
     @cached_property
     def _readers(self) -> Counter[int]:
-        jaxprs = self.call.stages.jaxprs
-        return Counter(number for jaxpr in jaxprs for number in jaxpr.weights)
+        stages = self.call.stages.jaxprs
+        return Counter(number for jaxpr in stages for number in jaxpr.weights)
 
     def _is_own(self, number: int) -> bool:
         atom = _jax.inputs(self.call.stages.program)[self._first_weight + number]
@@ -164,8 +164,8 @@ class Execution:
     @cached_property
     def _own_weights(self) -> list[list[int]]:
         """For each stage, the weights that it alone reads."""
-        jaxprs = self.call.stages.jaxprs
-        return [[n for n in jaxpr.weights if self._is_own(n)] for jaxpr in jaxprs]
+        stages = self.call.stages.jaxprs
+        return [[n for n in jaxpr.weights if self._is_own(n)] for jaxpr in stages]
 
     @cached_property
     def _shared_weights(self) -> list[int]:
@@ -188,8 +188,8 @@ class Execution:
     @cached_property
     def _wires(self) -> Packing[Any]:
         """What stages send; the last sends nothing."""
-        jaxprs = self.call.stages.jaxprs[:-1]
-        sent = [[_jax.struct(v.aval) for v in jaxpr.sent] for jaxpr in jaxprs]
+        stages = self.call.stages.jaxprs[:-1]
+        sent = [[_jax.struct(v.aval) for v in jaxpr.sent] for jaxpr in stages]
         return Packing.of([*sent, []])
 
     # --- one stage on one microbatch
