@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls compiled programs through JAX's C++ dispatch, with a check of new arguments."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax._src.array import ArrayImpl
+from jax._src.dtypes import itemsize_bits
 from jax._src.tree_util import tracing_registry
+from jax.experimental.layout import Format
 
 Check: TypeAlias = Callable[[Sequence[Any]], None]
 
@@ -42,14 +47,61 @@ def checked_call(
     return run
 
 
+def _is_packed(aval: Any) -> bool:
+    """Whether elements take less than a byte."""
+    dtype = getattr(aval, "dtype", None)
+    return isinstance(dtype, np.dtype) and itemsize_bits(dtype) % 8 != 0
+
+
+class OtherMemoryLayout(Exception):
+    """Arrays lie in memory in another layout than the program's; nothing has run.
+
+    Attributes:
+      arrays: The arguments, with copies of these arrays in the program's layouts.
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+
 class _Checked:
     """An executable that checks its arguments before it runs."""
 
     def __init__(self, executable: Any, check: Check, num_constants: int) -> None:
-        self._executable, self._check = executable, check
+        self._executable, self._check = copy.copy(executable), check
         self._num_constants = num_constants
+        # Arrays of int4 do not say of their layout that it is one of 4 bits, as
+        # programs do, so that JAX would refuse them.
+        layouts = zip(executable._xla_in_layouts, executable.in_avals, strict=True)
+        self._executable._xla_in_layouts = [
+            None if _is_packed(aval) else layout for layout, aval in layouts
+        ]
 
     def call(self, *args: Any) -> Any:
-        """Called by ``jax.stages.Compiled.call``, with the flat arguments."""
+        """Called by ``jax.stages.Compiled.call``, with the flat arguments.
+
+        The C++ dispatch runs the program without this for every array in the layout of
+        one that this succeeded for, so that it must not copy arrays itself.
+        """
         self._check(args[self._num_constants :])
+        if others := self._others(args):
+            raise OtherMemoryLayout(
+                [
+                    jax.device_put(array, others[index]) if index in others else array
+                    for index, array in enumerate(args)
+                ][self._num_constants :]
+            )
         return self._executable.call(*args)
+
+    def _others(self, args: Sequence[Any]) -> dict[int, Format]:
+        """The formats of the arguments that are not in the program's layouts."""
+        found: dict[int, Format] = {}
+        kept = sorted(self._executable._kept_var_idx)
+        for index, layout in zip(kept, self._executable._xla_in_layouts, strict=False):
+            array = args[index]
+            if layout is None or not isinstance(array, ArrayImpl):
+                continue
+            if array.committed and array.format.layout not in (None, layout):
+                found[index] = Format(layout, array.sharding)
+        return found

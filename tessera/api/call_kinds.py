@@ -92,6 +92,7 @@ def context_key() -> Any:
     """What a program depends on besides its function and arguments."""
     return (
         opened_or_none(),
+        _jax.ambient_mesh(),
         casts.current_autocast(),
         scope.current_plan(),
         _jax.trace_settings(),

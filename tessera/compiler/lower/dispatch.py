@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from tessera import _jax_dispatch
+from tessera._jax_dispatch import OtherMemoryLayout
 from tessera.compiler.trace.arguments import ProgramMismatch
 from tessera.compiler.trace.leaves import is_stored, leaf_signature, stored_arrays
 
@@ -39,6 +40,7 @@ class Dispatch:
         num_parameters: int,
         num_captured: int,
     ) -> None:
+        self._ends = num_arrays, num_arrays + num_parameters
         self._accepted: set[Any] = set()
         accepted = self._accepted
 
@@ -51,7 +53,7 @@ class Dispatch:
 
         example = [0] * num_arrays, (0,) * num_parameters, (0,) * num_captured
         self._run = _jax_dispatch.checked_call(compiled, example, check)
-        # For the stored arrays of others, whose signatures were accepted.
+        # For the arrays that stand for others, whose signatures were accepted.
         self._run_stored = _jax_dispatch.checked_call(compiled, example, _no_check)
 
     def accept(self, arrays: Sequence[Any]) -> None:
@@ -74,8 +76,18 @@ class Dispatch:
         try:
             return self._run(arrays, parameters, captured)
         except _NotStored:
-            pass
-        return self._run_stored(stored_arrays(arrays), parameters, captured)
+            parts = stored_arrays(arrays), parameters, captured
+        except OtherMemoryLayout as other:
+            parts = self._parts(other.arrays)
+        try:
+            return self._run_stored(*parts)
+        except OtherMemoryLayout as other:
+            return self._run_stored(*self._parts(other.arrays))
+
+    def _parts(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The arrays, parameters and captured arrays among the leaves of a call."""
+        first, second = self._ends
+        return list(leaves[:first]), tuple(leaves[first:second]), tuple(leaves[second:])
 
 
 def _signature(arrays: Sequence[Any]) -> tuple[Any, ...]:

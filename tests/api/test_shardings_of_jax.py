@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays, shardings and meshes of JAX mean to ``ts.jit`` what they mean to jax.jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tessera as ts
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+def on(mesh, array, *spec):
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+# --- layouts in memory
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P()], ids=str)
+def test_arrays_are_taken_in_any_layout_in_memory(dp_mesh, spec):
+    sharding = NamedSharding(dp_mesh.jax, spec)
+    rows, columns = (
+        jax.device_put(X, Format(Layout(order), sharding)) for order in [(0, 1), (1, 0)]
+    )
+    assert columns.format.layout != rows.format.layout
+    step = ts.jit(lambda x, y: x + 2 * y + columns)
+    for _ in range(2):  # the second time JAX's C++ dispatch knows them
+        for x, y in [(columns, rows), (rows, rows), (rows, columns)]:
+            np.testing.assert_array_equal(step(x, y), 4 * X)
+    assert step.num_programs() == 1
+
+
+def test_arrays_of_int4_are_taken_wherever_they_lie(dp_mesh):
+    small = jnp.arange(-4, 4, dtype=jnp.int4)
+    step = ts.jit(lambda x: x + x)
+    for x in (np.asarray(small), small, on(dp_mesh.jax, small, "dp")):
+        for _ in range(2):
+            np.testing.assert_array_equal(step(x), small + small)
+
+
+# --- meshes that are set
+
+
+def test_another_mesh_that_is_set_is_another_program():
+    """Of the same shape, so that the meshes differ in their devices alone."""
+    step = ts.jit(lambda x: x * 2, out_shardings=P("x"))
+    for ids in ([0, 1], [2, 3], [1, 0], [0, 1]):
+        with jax.set_mesh(ts.Mesh(["x"], devices=ids).jax):
+            found = step(X).addressable_shards
+        assert [shard.device.id for shard in found] == ids
+    assert step.num_programs() == 3
