@@ -15,6 +15,7 @@ from tessera.compiler.trace.static_values import StaticArgument
 from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.mesh import Mesh
 
+_UNCONSTRAINED: Final = PartitionSpec.UNCONSTRAINED
 _VARIADIC: Final = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
@@ -190,6 +191,14 @@ def _specs_of(shardings: Any, what: str) -> tuple[Any, Mesh | None]:
     meshes: dict[Mesh, None] = {}
 
     def spec_of(sharding: Any) -> Any:
+        spec = getattr(sharding, "spec", sharding)
+        if isinstance(spec, PartitionSpec) and _UNCONSTRAINED in spec.partitions:
+            raise SpecFormError(
+                f"{what} has a dim that is unconstrained",
+                got=repr(sharding),
+                fix="leave the whole layout out, and constrain the array inside: "
+                "jax.lax.with_sharding_constraint",
+            )
         if sharding is None or isinstance(sharding, PartitionSpec):
             return sharding
         if isinstance(sharding, SingleDeviceSharding):

@@ -180,3 +180,48 @@ def test_an_operation_with_a_layout_of_its_own_needs_auto_axes():
         f"{FIX}"
         "  docs: docs/errors/T205.md"
     )
+
+
+# --- axes over which values are partial sums
+
+
+@pytest.fixture
+def pair():
+    return jax.make_mesh((2,), ("x",))
+
+
+def test_results_may_be_partial_sums(pair):
+    with jax.set_mesh(pair):
+        x = on(pair, NUMBERS, "x")
+        found = ts.jit(lambda x: x, out_shardings=P(unreduced={"x"}))(x)
+        assert found.sharding.spec.unreduced == {"x"}
+        first, second = (np.asarray(s.data) for s in found.addressable_shards)
+        np.testing.assert_array_equal(first + second, NUMBERS)
+        np.testing.assert_array_equal(first[4:], 0.0)
+
+
+@pytest.mark.parametrize("axis", ["x", "z"])
+def test_partial_sums_are_over_explicit_axes_of_the_mesh(axis):
+    step = ts.jit(lambda x: x, out_shardings=P(unreduced={axis}))
+    mesh = mesh_of(AxisType.Auto, AxisType.Explicit)
+    wrong = pytest.raises(ValueError, match=r"T204.*Auto|T103.*no axis 'z'")
+    with jax.set_mesh(mesh), wrong:
+        step(NUMBERS)
+
+
+def test_a_gradient_by_a_reduced_value_is_a_partial_sum(pair):
+    with jax.set_mesh(pair):
+        x, y = (jax.reshard(NUMBERS, P(reduced={"x"})) for _ in range(2))
+        out, pullback = jax.vjp(ts.jit(lambda x, y: y), x, y)
+        found = pullback(jax.reshard(jnp.asarray(NUMBERS), P(unreduced={"x"})))
+        assert out.sharding.spec.reduced == {"x"}
+        for slope in found:
+            assert jax.typeof(slope).sharding.spec.unreduced == {"x"}
+
+
+def test_the_types_of_a_lowered_program_have_the_declared_layouts(mesh):
+    with jax.set_mesh(mesh), jax.enable_checks(True):
+        compiled = ts.jit(lambda x: x * 2, in_shardings=P("x")).compile(NUMBERS)
+        (aval,) = jax.tree.leaves(compiled.jax.in_avals)
+        assert aval.sharding.spec == P("x", None)
+        assert compiled(NUMBERS).sharding.spec[0] == "x"

@@ -185,6 +185,14 @@ def test_other_shardings_are_refused():
         ts.jit(jnp.sin, out_shardings=host)
 
 
+@pytest.mark.parametrize("option", ["in_shardings", "out_shardings"])
+def test_a_dim_of_a_sharding_is_not_unconstrained(dp_mesh, option):
+    spec = P(P.UNCONSTRAINED)
+    for sharding in (spec, NamedSharding(dp_mesh.jax, spec)):
+        with pytest.raises(SpecFormError, match=f"{option} has a dim that is unconstr"):
+            ts.jit(jnp.sin, **{option: sharding})
+
+
 # --- the compiler's
 
 

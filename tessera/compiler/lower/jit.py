@@ -229,6 +229,8 @@ def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
 
 def _stored(graph: Graph, value: Value) -> Any:
     struct = _jax.struct(value.aval)
+    if graph.mesh is not None and graph.mesh.explicit_axes and value.spec is not None:
+        struct = struct.update(sharding=graph.sharding(value))
     if not graph.is_padded(value):
         return struct
     return struct.update(shape=graph.stored_shape(value))

@@ -26,12 +26,8 @@ def assign_output_layouts(graph: Graph) -> Graph:
     """
     if graph.mesh is None:
         return graph
-    known = {
-        variable: value.spec
-        for variable, value in zip(
-            _jax.inputs(graph.program), graph.inputs, strict=True
-        )
-    }
+    inputs = zip(_jax.inputs(graph.program), graph.inputs, strict=True)
+    known = {variable: v.spec for variable, v in inputs if not _has_sums(v.spec)}
     by_user = set[Any]()
     for equation in _jax.equations(graph.program):
         if (spec := _constraint(equation, graph.mesh)) is not None:
@@ -48,6 +44,14 @@ def assign_output_layouts(graph: Graph) -> Graph:
                 check_even(what, value.aval.shape, value.spec, graph.mesh, fix)
         outputs.append(value)
     return graph.with_outputs(outputs)
+
+
+def _has_sums(spec: PartitionSpec | None) -> bool:
+    """Whether it has unreduced or reduced axes, which types of values have, too.
+
+    A gradient by such a value has the others, so that JAX refuses a declared layout.
+    """
+    return spec is not None and bool(spec.unreduced or spec.reduced)
 
 
 def _constraint(equation: _jax.Equation, mesh: Mesh) -> PartitionSpec | None:

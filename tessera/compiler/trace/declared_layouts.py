@@ -270,10 +270,19 @@ def _resolve(
 ) -> PartitionSpec | None:
     if spec is None or mesh is None:
         return None
-    if isinstance(spec, PartitionSpec):
-        spec = ShardSpec(tuple(range(len(spec))), tuple(spec))
     shape, names = tuple(aval.shape), dim_names.get(name)
-    return spec.resolve(shape, mesh, dim_names=names, what=repr(name))
+    if not isinstance(spec, PartitionSpec):
+        return spec.resolve(shape, mesh, dim_names=names, what=repr(name))
+    dims = ShardSpec(tuple(range(len(spec))), spec.partitions)
+    resolved = dims.resolve(shape, mesh, what=repr(name))
+    sums = mesh.axis_tuple([*spec.unreduced, *spec.reduced])
+    if not set(sums) <= {*mesh.explicit_axes}:
+        raise SpecFormError(
+            f"{name!r} is declared to be unreduced or reduced over axes that are Auto",
+            got=f"{spec} on the {mesh.topology}",
+            fix="make the axes Explicit, as jax.make_mesh does",
+        )
+    return resolved.update(unreduced=spec.unreduced, reduced=spec.reduced)
 
 
 def _specs(
