@@ -285,8 +285,16 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
-        if not scope.current_plan().rounds_alike:
+        plan, own = scope.current_plan(), dict(self.options.compiler_options)
+        if not plan.rounds_alike:
             self._refuse_deterministic("a function with fast numerics")
+        if not own.items() <= dict(plan.compiler_options or ()).items():
+            raise SettingConflictError(
+                "options of the compiler are for whole programs, and this function "
+                "becomes part of another one",
+                got=f"{self.options.name!r}, compiler_options {own}",
+                fix="give them to the function that calls it",
+            )
         if not self.options.lays_out:
             body, here = scope.resolve_callee(self.body), scope.current()
             # The sizes of one microbatch differ from those of the annotations.
@@ -332,6 +340,7 @@ class Function:
             traced.call,
             is_nested=True,
             inline=self.options.is_inlined,
+            compiler_options=dict(self.options.compiler_options),
         )
         if not any(isinstance(a, _jax.Tracer) for a in traced.graph.captured):
             self._inlined[key] = traced, program  # else valid for this trace only

@@ -103,3 +103,10 @@ def test_the_argument_that_may_be_a_key_is_not_split_by_what_an_error_says():
     text = str(caught.value)
     assert "['w', 'x'])" in text
     assert "'key' looks like a raw PRNG key" in text
+
+
+def test_a_shape_is_no_result():
+    shape = jax.ShapeDtypeStruct((3, 2), "f4")
+    for jit in (ts.jit, jax.jit):
+        with pytest.raises(TypeError, match=r"no values|does not have a value"):
+            jit(lambda x: (x, shape))(X)

@@ -215,6 +215,25 @@ def test_options_of_the_compiler_are_of_this_function_alone():
         ts.jit(jnp.sin).lower(X).compile({"no_such_option": True})
 
 
+def test_options_of_the_compiler_are_refused_inside_another_function():
+    options = {"xla_disable_hlo_passes": "algsimp"}
+    inner = ts.jit(lambda x: x / 3.0, compiler_options=options)
+    outer = ts.jit(lambda x: inner(x) + 1.0)
+    with pytest.raises(SettingConflictError, match="are for whole programs"):
+        outer(X)
+    with pytest.raises(ValueError, match="only be passed to top-level"):
+        jax.jit(lambda x: inner(x) + 1.0)(X)
+    same = ts.jit(outer, compiler_options=options)
+    np.testing.assert_allclose(same(X), X / 3.0 + 1.0, rtol=1e-6)
+
+
+def test_options_of_the_compiler_hold_where_the_function_is_transformed():
+    step = ts.jit(lambda x: jnp.sum(x * 2.0), compiler_options={"no_such_option": "1"})
+    for transform in (jax.grad, jax.vmap):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+            transform(step)(X)
+
+
 @pytest.mark.parametrize("inline", [True, False])
 def test_it_is_inlined_where_asked_as_by_jax(inline):
     def has_call(jit):

@@ -54,6 +54,7 @@ def jitted(
     *,
     is_nested: bool = False,
     inline: bool = False,
+    compiler_options: Mapping[str, bool | str] = MappingProxyType({}),
 ) -> jax.stages.Wrapped:
     """A graph, after its passes, as ``jax.jit`` for a call's arguments.
 
@@ -63,6 +64,8 @@ def jitted(
       call: The call.
       is_nested: Whether it is called in a program that JAX traces.
       inline: Whether such a program has no call of it.
+      compiler_options: Options of XLA, where it is a program of its own: JAX refuses
+        those of a function inside another.
 
     Returns:
       A jitted function. It takes the list of arrays of each argument, then the
@@ -106,6 +109,7 @@ def jitted(
         donate_argnums=tuple(donated),
         keep_unused=trace.keeps_unused,
         inline=inline,
+        compiler_options=dict(compiler_options) or None,
     )
 
 

@@ -17,7 +17,7 @@ from tessera import _jax, scope
 from tessera.compiler.trace.control_flow.active_conversion import current
 from tessera.compiler.trace.control_flow.block_state import Unusable
 from tessera.compiler.trace.control_flow.user_code import user_line
-from tessera.errors import ControlFlowError
+from tessera.errors import ArgumentError, ControlFlowError
 
 _Part = str | tuple[Any, str, str]
 
@@ -211,8 +211,15 @@ def require_known(leaves: Iterable[Any]) -> None:
     Raises:
       ControlFlowError: [T319] text with traced values in it.
       BranchError: [T318] a variable that has no value, or none on one way.
+      ArgumentError: [T301] a shape, which has no values.
     """
     for leaf in leaves:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                "a result has no values",
+                got=f"{leaf}",
+                fix="return an array; eval_shape gives the shape of a result",
+            )
         if isinstance(leaf, RuntimeText):
             raise text_error("a result")
         if isinstance(leaf, Unusable):
