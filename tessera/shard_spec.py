@@ -4,6 +4,7 @@
 Uses :mod:`tessera.mesh`; :mod:`tessera.shard` re-exports it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -257,6 +258,59 @@ def spec_over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """
     every = axes_of_dims(spec, len(spec))
     return spec_of_axes(tuple(a for a in names if a in axes) for names in every)
+
+
+def spec_on(spec: PartitionSpec, mesh: Mesh, other: Mesh) -> PartitionSpec | None:
+    """The same layout by the axes of another mesh of the same devices, in their order.
+
+    Returns:
+      None where the other mesh has no axes for it, or axes of either are Explicit, so
+      that they are in the types of arrays.
+
+    Example:
+      >>> mesh = Mesh(["x", "y"], devices=range(8), shape=(4, 2))
+      >>> spec_on(PartitionSpec("dp"), Mesh(["dp"], devices=range(8)), mesh)
+      P(('x', 'y'),)
+      >>> spec_on(PartitionSpec("y", "x"), mesh, Mesh(["dp"], devices=range(8)))
+    """
+    if mesh == other:
+        return spec
+    alike = (mesh.device_ids, mesh.target) == (other.device_ids, other.target)
+    if not alike or mesh.explicit_axes or other.explicit_axes:
+        return None
+    own, others = _strides(mesh), _strides(other)
+    entries: list[tuple[str, ...]] = []
+    for axes in axes_of_dims(spec, len(spec)):
+        entry: list[str] = []
+        for start, end in _spans([own[axis] for axis in axes]):
+            inside = [
+                a for a in other.axes if start <= others[a][0] < others[a][1] <= end
+            ]
+            if math.prod(other.shape[a] for a in inside) * start != end:
+                return None
+            entry += inside
+        entries.append(tuple(entry))
+    return spec_of_axes(entries)
+
+
+def _strides(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """For each axis the distance of its neighbours, and after how many it repeats."""
+    found: dict[str, tuple[int, int]] = {}
+    stride = 1
+    for axis in reversed(mesh.axes):
+        found[axis] = stride, stride * mesh.shape[axis]
+        stride *= mesh.shape[axis]
+    return found
+
+
+def _spans(strides: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The strides of the axes of one dim, neighbouring axes as one."""
+    spans: list[tuple[int, int]] = []
+    for start, end in strides:
+        if spans and spans[-1][0] == end:
+            end = spans.pop()[1]
+        spans.append((start, end))
+    return spans
 
 
 # --- problems of a spec

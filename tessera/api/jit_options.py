@@ -14,6 +14,7 @@ from tessera.compiler.trace.leaves import mesh_of_one_device
 from tessera.compiler.trace.static_values import StaticArgument
 from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.mesh import Mesh
+from tessera.shard_spec import spec_on
 
 _UNCONSTRAINED: Final = PartitionSpec.UNCONSTRAINED
 _VARIADIC: Final = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -103,8 +104,13 @@ class JitOptions:
           SettingConflictError: [T507] an argument is static and donated, or shardings
             are of several meshes.
         """
-        in_specs, of_arguments = _specs_of(in_shardings, "in_shardings")
-        out_specs, of_results = _specs_of(out_shardings, "out_shardings")
+        in_shardings, out_shardings = map(_named, (in_shardings, out_shardings))
+        _check_shardings(in_shardings, "in_shardings")
+        _check_shardings(out_shardings, "out_shardings")
+        mesh = _mesh_of(in_shardings, out_shardings)
+        in_specs, out_specs = (
+            _specs_on(mesh, s) for s in (in_shardings, out_shardings)
+        )
         held = StaticArguments.of(signature, *static)
         donate = selected(signature, *donated, "donated")
         if both := sorted(held.names & donate):
@@ -117,7 +123,6 @@ class JitOptions:
         if isinstance(in_specs, (tuple, list)) and not _is_layout(in_specs):
             names = argument_names(signature, len(in_specs))
             by_name, in_specs = dict(zip(names, in_specs, strict=True)), None
-        mesh = one_of("mesh", of_arguments, of_results)
         return cls(mesh, by_name, in_specs, out_specs, held, donate)
 
 
@@ -186,11 +191,20 @@ def selected(
     return frozenset(names)
 
 
-def _specs_of(shardings: Any, what: str) -> tuple[Any, Mesh | None]:
-    """The specs in a tree of shardings, and their mesh."""
-    meshes: dict[Mesh, None] = {}
+def _named(shardings: Any) -> Any:
+    """Shardings with a mesh of its own for that of one device."""
 
-    def spec_of(sharding: Any) -> Any:
+    def named(sharding: Any) -> Any:
+        if not isinstance(sharding, SingleDeviceSharding):
+            return sharding
+        mesh, kind = mesh_of_one_device(sharding).jax, sharding.memory_kind
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+
+    return jax.tree.map(named, shardings, is_leaf=_is_layout)
+
+
+def _check_shardings(shardings: Any, what: str) -> None:
+    for sharding in jax.tree.leaves(shardings, is_leaf=_is_layout):
         spec = getattr(sharding, "spec", sharding)
         if isinstance(spec, PartitionSpec) and _UNCONSTRAINED in spec.partitions:
             raise SpecFormError(
@@ -200,31 +214,45 @@ def _specs_of(shardings: Any, what: str) -> tuple[Any, Mesh | None]:
                 "jax.lax.with_sharding_constraint",
             )
         if sharding is None or isinstance(sharding, PartitionSpec):
-            return sharding
-        if isinstance(sharding, SingleDeviceSharding):
-            spec, mesh = PartitionSpec(), mesh_of_one_device(sharding)
-        elif isinstance(sharding, NamedSharding):
-            spec, mesh = sharding.spec, Mesh.of(sharding.mesh)
-        else:
-            spec, mesh = None, None
-        if mesh is None or sharding.memory_kind not in (None, "device"):
+            continue
+        is_named = isinstance(sharding, NamedSharding)
+        if not is_named or sharding.memory_kind not in (None, "device"):
             raise SpecFormError(
                 f"{what} takes shardings of a mesh or of one device",
                 got=repr(sharding),
                 fix="give a NamedSharding, a PartitionSpec or a SingleDeviceSharding, "
                 "and pass an array of another layout where it lies",
             )
-        meshes[mesh] = None
-        return spec
 
-    specs = jax.tree.map(spec_of, shardings, is_leaf=_is_layout)
-    if len(meshes) > 1:
-        raise SettingConflictError(
-            f"{what} has shardings of several meshes",
-            got=", ".join(mesh.topology for mesh in meshes),
-            fix="lay all of them out on one mesh",
-        )
-    return specs, next(iter(meshes), None)
+
+def _mesh_of(*shardings: Any) -> Mesh | None:
+    """The first mesh of some checked shardings that has axes for all of them."""
+    leaves = jax.tree.leaves(shardings, is_leaf=_is_layout)
+    named = [leaf for leaf in leaves if isinstance(leaf, NamedSharding)]
+    meshes = list(dict.fromkeys(Mesh.of(sharding.mesh) for sharding in named))
+    for mesh in meshes:
+        if None not in [spec_on(s.spec, Mesh.of(s.mesh), mesh) for s in named]:
+            return mesh
+    if not meshes:
+        return None
+    raise SettingConflictError(
+        "in_shardings and out_shardings are of several meshes",
+        got=", ".join(
+            f"{mesh.topology} of devices {mesh.device_ids}" for mesh in meshes
+        ),
+        fix="lay all of them out on one mesh",
+    )
+
+
+def _specs_on(mesh: Mesh | None, shardings: Any) -> Any:
+    """The specs in a tree of shardings, by the axes of one mesh."""
+
+    def spec(sharding: Any) -> Any:
+        if mesh is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        return spec_on(sharding.spec, Mesh.of(sharding.mesh), mesh)
+
+    return jax.tree.map(spec, shardings, is_leaf=_is_layout)
 
 
 def _is_layout(node: Any) -> bool:

@@ -90,6 +90,7 @@ def run_eagerly(
         )
     binding = call.bound_to(function, options.name)
     mesh = _mesh_of(call, options)
+    call = call.on_mesh(mesh)
     values = argument_values(call, options, mesh, binding.dim_names)
     plan = scope.plan_of(options.is_deterministic)
     here = _EagerScope(mesh=mesh, plan=plan, is_eager=True, provide=provide)

@@ -19,7 +19,7 @@ from tessera.compiler.captures import lift_captures, snapshot
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import layout_of
 from tessera.scope import Plan
-from tessera.shard_spec import stored_shape
+from tessera.shard_spec import spec_on, stored_shape
 
 
 class Role(Enum):
@@ -194,7 +194,9 @@ class Graph:
 def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
     """The input that stands for a closed-over array, laid out as the array is."""
     layout = layout_of(array)
-    spec = layout[1] if layout else (None if mesh is None else PartitionSpec())
+    spec = None if mesh is None else PartitionSpec()
+    if layout is not None:
+        spec = layout[1] if mesh is None else spec_on(layout[1], layout[0], mesh)
     return Value(f"captured_{index}", jax.typeof(array), spec, Role.CAPTURED)
 
 

@@ -314,7 +314,8 @@ def test_flax_and_optax_work_inside():
 # --- mistakes and threads
 
 
-def test_meshes_that_do_not_agree_are_refused_at_the_call(dp_mesh, grid_mesh):
+def test_meshes_that_do_not_agree_are_refused_at_the_call(dp_mesh):
+    grid_mesh = ts.Mesh(["dp", "tp"], devices=range(7, -1, -1), shape=(2, 4))
     step = ts.function(lambda x, y: x + y)
     with pytest.raises(MeshConflictError, match="T308"):
         step(on(dp_mesh, "dp"), on(grid_mesh, "tp"))

@@ -160,7 +160,8 @@ def test_the_open_mesh_is_looked_up_at_every_call(dp_mesh):
 
 
 def test_shardings_are_of_one_mesh_and_of_the_mesh_that_is_declared(dp_mesh, grid_mesh):
-    one, other = (NamedSharding(mesh.jax, P("dp")) for mesh in (dp_mesh, grid_mesh))
+    half = ts.Mesh(["dp"], devices=range(4))
+    one, other = (NamedSharding(mesh.jax, P("dp")) for mesh in (dp_mesh, half))
     with pytest.raises(SettingConflictError, match="several meshes"):
         ts.jit(jnp.add, in_shardings=(one, other))
     with pytest.raises(SettingConflictError, match="declared in two ways"):

@@ -43,6 +43,37 @@ def test_arrays_of_int4_are_taken_wherever_they_lie(dp_mesh):
             np.testing.assert_array_equal(step(x), small + small)
 
 
+# --- several meshes of the same devices
+
+
+def summed(jit, *arrays, **options):
+    found = jit(lambda x, y: x + y, **options)(*arrays)
+    np.testing.assert_array_equal(found, 2 * X)
+    return found
+
+
+@pytest.mark.parametrize("specs", [(["dp"], ["dp", "tp"]), (["dp"], ["tp"])], ids=str)
+def test_arrays_may_be_on_several_meshes_of_the_same_devices(dp_mesh, grid_mesh, specs):
+    x, y = (on(m.jax, X, *s) for m, s in zip((dp_mesh, grid_mesh), specs, strict=True))
+    for arrays in ((x, y), (y, x)):
+        found, wanted = summed(ts.jit, *arrays), summed(jax.jit, *arrays)
+        assert found.sharding.is_equivalent_to(wanted.sharding, 2)
+    assert ts.jit(lambda x: x + y)(x).sharding.device_set == y.sharding.device_set
+    with jax.disable_jit():
+        summed(ts.jit, x, y)
+
+
+def test_shardings_may_be_declared_on_several_meshes_of_the_same_devices(
+    dp_mesh, grid_mesh
+):
+    one = NamedSharding(dp_mesh.jax, P("dp"))
+    other = NamedSharding(grid_mesh.jax, P(None, "tp"))
+    options = {"in_shardings": (one, other), "out_shardings": other}
+    found = summed(ts.jit, X, X, **options)
+    assert found.sharding.is_equivalent_to(other, 2)
+    assert summed(ts.jit, on(dp_mesh.jax, X, "dp"), X, **options).sharding == other
+
+
 # --- meshes that are set
 
 

@@ -23,6 +23,7 @@ from tessera.compiler.trace.static_values import (
     StaticValue,
 )
 from tessera.errors import ArgumentError
+from tessera.mesh import Mesh
 from tessera.object_arguments import STRUCTURE, Structure
 from tessera.tree import Skeleton, is_childless, path_name
 
@@ -170,6 +171,10 @@ class Call:
         """The call with its arrays in some layouts; None leaves one as it is."""
         rest = iter(layouts)
         return self._mapped(lambda leaf: leaf.laid_out(next(rest)))
+
+    def on_mesh(self, mesh: Mesh | None) -> "Call":
+        """The call with its layouts by the axes of a mesh."""
+        return self._mapped(lambda leaf: leaf.on_mesh(mesh))
 
     def abstract(self) -> "Call":
         """The same call without the data of its arrays."""

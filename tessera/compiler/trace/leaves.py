@@ -19,7 +19,7 @@ from tessera.compiler.trace.static_values import ATOMS, static_key
 from tessera.errors import LayoutMismatchError
 from tessera.mesh import Mesh
 from tessera.shard import ARRAYS, DistTensor
-from tessera.shard_spec import axes_of_dims, spec_of_axes
+from tessera.shard_spec import axes_of_dims, spec_of_axes, spec_on
 
 # The mesh axis of an array that is committed to one device.
 ONE_DEVICE = "device"
@@ -134,6 +134,29 @@ class Leaf:
         if layout is None or self.layout is not None:
             return self
         return self._struct(layout)
+
+    def is_on(self, mesh: Mesh) -> bool:
+        """Whether its layout is one on a mesh: it has none, or one of its devices."""
+        return self.layout is None or self._spec_on(mesh) is not None
+
+    def on_mesh(self, mesh: Mesh | None) -> "Leaf":
+        """The same leaf in the same layout by the axes of a mesh that it ``is_on``."""
+        if mesh is None or self.layout is None or self.layout[0] == mesh:
+            return self
+        if (spec := self._spec_on(mesh)) is None:
+            return self
+        kind = self.value.sharding.memory_kind
+        sharding = NamedSharding(mesh.compile_mesh, spec, memory_kind=kind)
+        if isinstance(self.value, jax.Array):
+            return replace(self, value=jax.device_put(self.value, sharding))
+        return self._struct(sharding)
+
+    def _spec_on(self, mesh: Mesh) -> PartitionSpec | None:
+        assert self.layout is not None, "only a layout has a spec"
+        own, spec = self.layout
+        if isinstance(self.value, DistTensor):  # it may be stored padded
+            return spec if own == mesh else None
+        return spec_on(spec, own, mesh)
 
     def _struct(self, sharding: Any) -> "Leaf":
         struct = jax.ShapeDtypeStruct(

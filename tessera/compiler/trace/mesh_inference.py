@@ -19,6 +19,9 @@ Owned: TypeAlias = tuple[str, Mesh | None]
 def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | None:
     """The mesh that a call runs on: a declared one, else the one its arrays live on.
 
+    Arrays may live on several meshes of the same devices, if one of them, or the
+    declared one, has axes for all of their layouts.
+
     Args:
       leaves: The arrays.
       declared: Meshes that functions declare, with what messages call them.
@@ -40,6 +43,10 @@ def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | Non
         if mesh.axes != (ONE_DEVICE,) or mesh.device_ids not in places
     }
     if len(found) > 1:
+        owned = {mesh for _, mesh in declared if mesh is not None}
+        for mesh in found if not owned else owned if len(owned) == 1 else ():
+            if all(leaf.is_on(mesh) for leaf in leaves):
+                return mesh
         raise MeshConflictError(
             "the inputs of one step live on different meshes",
             got="\n".join(
@@ -54,19 +61,22 @@ def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | Non
     return next(iter(found), None)
 
 
+def captured_leaves(graph: Graph) -> list[Leaf]:
+    """The arrays that the function closes over."""
+    names = [value.name for value in graph.inputs if value.role is Role.CAPTURED]
+    return list(map(Leaf, names, graph.captured))
+
+
 def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
     """Meshes used in a trace, with names for messages.
 
     Args:
-      graph: The function, as it was traced: its captured arrays and SPMD regions.
+      graph: The function, as it was traced: its SPMD regions.
       inner: Meshes of the functions that it calls.
     """
     used = list(inner)
-    names = [value.name for value in graph.inputs if value.role is Role.CAPTURED]
-    for leaf in map(Leaf, names, graph.captured):
-        if leaf.layout is not None:
-            used.append((leaf.name, leaf.layout[0]))
-    regions = set() if graph.mesh or used else _meshes_of_regions(graph.program)
+    is_known = graph.mesh or used or any(leaf.layout for leaf in captured_leaves(graph))
+    regions = set() if is_known else _meshes_of_regions(graph.program)
     # Several grids of the same devices are the user's business; none is the step's.
     if len(regions) == 1:
         used.append(("a shard_map", Mesh.of(regions.pop())))

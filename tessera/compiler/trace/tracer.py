@@ -43,15 +43,18 @@ from tessera.compiler.trace.declared_layouts import (
     parameter_value,
 )
 from tessera.compiler.trace.leaves import Leaf
-from tessera.compiler.trace.mesh_inference import common_mesh, meshes_used, open_mesh
+from tessera.compiler.trace.mesh_inference import (
+    Owned,
+    captured_leaves,
+    common_mesh,
+    meshes_used,
+    open_mesh,
+)
 from tessera.compiler.trace.microbatch_trace import BatchRows, require_even_rows
 from tessera.compiler.trace.strategy_roles import BATCH
 from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
-from tessera.errors import (
-    NoMeshError,
-    ParameterNameError,
-)
+from tessera.errors import NoMeshError, ParameterNameError
 from tessera.mesh import Mesh
 from tessera.object_arguments import as_it_is, split_result
 from tessera.ops.operand_layouts import layout_of
@@ -148,6 +151,7 @@ class _Tracing:
         outside: ExternalState,
     ) -> None:
         self.function, self.call, self.options = function, call, options
+        self.leaves = list(call.leaves)  # and arrays that the function closes over
         self.outside = outside
         self.parameters: dict[str, DistTensor] = {}
         self.unreached: dict[int, frozenset[str]] = {}
@@ -155,13 +159,14 @@ class _Tracing:
         self.weights: dict[str, bool] | None = None
         self.binding = call.bound_to(function, options.name)
         mesh = options.mesh or open_mesh(declares_layouts=options.declares_layouts)
-        self.owners: list[tuple[str, Mesh | None]] = [("the step", mesh)]
+        self.owners: list[Owned] = [("the step", mesh)]
         if options.strategy is not None and self._common_mesh() is None:
             self.owners.append(("the strategy", options.strategy.default_mesh()))
 
     def trace_once(self) -> Trace | None:
         """The traced call; None where this trace found what the next one needs."""
         options, mesh = self._options(), self._common_mesh()
+        self.call = self.call.on_mesh(mesh)
         if options.strategy is not None and mesh is not None:
             options.strategy.check_mesh(mesh)
         inputs = (
@@ -175,9 +180,10 @@ class _Tracing:
             self.parameters = here.declared  # the next trace has inputs for them
             return None
         graph = _graph(run, inputs, mesh, options)
-        found = meshes_used(graph, here.inner)
-        if self._common_mesh(found) != mesh:
+        found, captured = meshes_used(graph, here.inner), captured_leaves(graph)
+        if self._common_mesh(found, captured) != mesh:
             self.owners += found  # the next trace is on the mesh that this one found
+            self.leaves += captured
             return None
         if mesh is None:
             _refuse_layouts(run, options)
@@ -245,10 +251,10 @@ class _Tracing:
         return self.options != before
 
     def _common_mesh(
-        self, found: Sequence[tuple[str, Mesh | None]] = ()
+        self, found: Sequence[Owned] = (), captured: Sequence[Leaf] = ()
     ) -> Mesh | None:
         held = self.parameters
-        leaves = (*self.call.leaves, *map(Leaf, held, held.values()))
+        leaves = (*self.leaves, *captured, *map(Leaf, held, held.values()))
         return common_mesh(leaves, [*self.owners, *found])
 
     def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:

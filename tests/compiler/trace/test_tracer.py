@@ -24,6 +24,7 @@ from tessera.errors import (
     ParameterNameError,
     UnconnectedGradientError,
 )
+from tessera.mesh import Mesh
 from tessera.shard import ShardSpec, tensor
 
 X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
@@ -231,7 +232,8 @@ def test_parameters_take_the_mesh_that_is_met_later(dp_mesh):
 
 
 @pytest.mark.parametrize("kind", ["argument", "tensor", "array"])
-def test_two_meshes_in_one_step_are_refused(kind, dp_mesh, grid_mesh):
+def test_two_meshes_in_one_step_are_refused(kind, dp_mesh):
+    grid_mesh = Mesh(["dp", "tp"], devices=range(7, -1, -1), shape=(2, 4))
     other = on(grid_mesh, "tp")
     if kind == "tensor":
         other = tensor((8,), ShardSpec((0,), ("tp",)), grid_mesh)
