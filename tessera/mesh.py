@@ -115,6 +115,8 @@ class Mesh:
         self.device_ids: tuple[int, ...] = ids
         # Axes of a JAX mesh may be Explicit: then array types include their layout.
         self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
+        # A mesh of an abstract JAX mesh, which has no devices, has the first ones.
+        self.of_abstract = False
         # The manual axes of an SPMD region, whose device ids are positions in it.
         self._is_region = False
 
@@ -179,6 +181,7 @@ class Mesh:
             kind if kind is AxisType.Explicit else AxisType.Auto
             for kind in mesh.axis_types
         )
+        result.of_abstract = isinstance(mesh, AbstractMesh)
         return result
 
     @property
@@ -249,7 +252,8 @@ class Mesh:
                 listed(idle),
             )
         mesh = self._grid_of(devices)
-        _mesh_of_jax[mesh] = self
+        if not self.of_abstract:
+            _mesh_of_jax[mesh] = self
         return mesh
 
     @cached_property

@@ -24,7 +24,7 @@ from tessera.compiler.trace.declared_layouts import (
     output_test,
     output_values,
 )
-from tessera.compiler.trace.mesh_inference import common_mesh, open_mesh
+from tessera.compiler.trace.mesh_inference import common_mesh, mesh_of
 from tessera.compiler.trace.torch_transpose import enable_torch_transpose
 from tessera.compiler.trace.write_back import MutationTracker, Write, write_values
 from tessera.errors import OutsideTraceError
@@ -125,8 +125,7 @@ def run_eagerly(
 
 
 def _mesh_of(call: Call, options: Options) -> Mesh | None:
-    opened = open_mesh(declares_layouts=options.declares_layouts)
-    return common_mesh(call.leaves, [("the step", options.mesh or opened)])
+    return common_mesh(call.leaves, [("the step", mesh_of(options))])
 
 
 def _result_specs(

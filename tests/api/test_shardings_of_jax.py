@@ -85,3 +85,17 @@ def test_another_mesh_that_is_set_is_another_program():
             found = step(X).addressable_shards
         assert [shard.device.id for shard in found] == ids
     assert step.num_programs() == 3
+
+
+def test_a_sharding_on_an_abstract_mesh_is_on_the_mesh_that_is_set():
+    meshes = [ts.Mesh(["x"], devices=ids).jax for ids in ([0, 1], [2, 3])]
+    split = NamedSharding(meshes[0].abstract_mesh, P("x"))
+    step = ts.jit(lambda x: x * 2, in_shardings=split, out_shardings=split)
+    outer = ts.jit(lambda x: step(x))
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=split)
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            for function in (step, outer):
+                assert function(X).sharding == NamedSharding(mesh, P("x"))
+            compiled = ts.jit(lambda x: x * 2).compile(shape)
+            assert compiled(on(mesh, X, "x")).sharding.mesh == mesh

@@ -18,6 +18,7 @@ from tessera.compiler.trace.declared_layouts import (
     is_number,
     output_values,
 )
+from tessera.compiler.trace.leaves import mesh_here
 from tessera.compiler.trace.write_back import MutationTracker, write_back
 from tessera.mesh import Mesh
 from tessera.object_arguments import split_result
@@ -48,8 +49,9 @@ def inline(
     """
     here = scope.current()
     assert here is not None, "inline is for calls inside a trace"
-    here.inner.append((options.name, options.mesh))
-    mesh = options.mesh or here.mesh
+    own = None if options.mesh is None else mesh_here(options.mesh)
+    here.inner.append((options.name, own))
+    mesh = own or here.mesh
     check = here.is_whole_batch  # one microbatch has other sizes
     binding = call.bound_to(function, options.name, check=check)
     if mesh is None:  # if this trace finds one, the next trace uses it

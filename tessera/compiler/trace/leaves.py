@@ -64,7 +64,7 @@ class Leaf:
             return None
         sharding = getattr(self.value, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            spec, mesh = sharding.spec, _mesh_of(sharding.mesh)
+            spec, mesh = sharding.spec, mesh_here(_mesh_of(sharding.mesh))
             if spec.unreduced or spec.reduced:
                 return mesh, spec
             return mesh, spec_of_axes(axes_of_dims(spec, len(self.value.shape)))
@@ -222,3 +222,16 @@ def _is_weak(value: Any) -> bool:
 
 
 _mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)
+
+
+def mesh_here(mesh: Mesh) -> Mesh:
+    """The mesh of ``jax.set_mesh``, for an abstract one with the same axes."""
+    if not mesh.of_abstract or (ambient := _jax.ambient_mesh()) is None:
+        return mesh
+    found = _mesh_of(ambient)
+    is_alike = (found.axes, found.shape, found.axis_types) == (
+        mesh.axes,
+        mesh.shape,
+        mesh.axis_types,
+    )
+    return found if is_alike else mesh

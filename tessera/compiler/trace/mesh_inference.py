@@ -8,7 +8,8 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera import _jax
 from tessera.compiler.ir import Graph, Role
-from tessera.compiler.trace.leaves import ONE_DEVICE, Leaf
+from tessera.compiler.trace.declared_layouts import Options
+from tessera.compiler.trace.leaves import ONE_DEVICE, Leaf, mesh_here
 from tessera.errors import MeshConflictError
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 
@@ -95,12 +96,15 @@ def _meshes_of_regions(program: _jax.Program) -> set[JaxMesh]:
     return meshes
 
 
-def open_mesh(*, declares_layouts: bool) -> Mesh | None:
-    """The mesh of ``with mesh:``; one of JAX is for those who declare layouts.
+def mesh_of(options: Options) -> Mesh | None:
+    """The mesh that is declared, or that of ``with mesh:`` around a call.
 
-    The mesh that is open around an SPMD region is none for the blocks inside it.
+    One of JAX is for those who declare layouts. The mesh that is open around an SPMD
+    region is none for the blocks inside it.
     """
+    if options.mesh is not None:
+        return mesh_here(options.mesh)
     if manual_axes():
         return None
-    ambient = _jax.ambient_mesh() if declares_layouts else None
+    ambient = _jax.ambient_mesh() if options.declares_layouts else None
     return opened_or_none() or (None if ambient is None else Mesh.of(ambient))

@@ -47,8 +47,8 @@ from tessera.compiler.trace.mesh_inference import (
     Owned,
     captured_leaves,
     common_mesh,
+    mesh_of,
     meshes_used,
-    open_mesh,
 )
 from tessera.compiler.trace.microbatch_trace import BatchRows, require_even_rows
 from tessera.compiler.trace.strategy_roles import BATCH
@@ -158,8 +158,7 @@ class _Tracing:
         self.batch_arguments: dict[int, Decision] = {}
         self.weights: dict[str, bool] | None = None
         self.binding = call.bound_to(function, options.name)
-        mesh = options.mesh or open_mesh(declares_layouts=options.declares_layouts)
-        self.owners: list[Owned] = [("the step", mesh)]
+        self.owners: list[Owned] = [("the step", mesh_of(options))]
         if options.strategy is not None and self._common_mesh() is None:
             self.owners.append(("the strategy", options.strategy.default_mesh()))
 
