@@ -7,6 +7,7 @@ traced value has the layout that the tracing scope recorded for it.
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -90,6 +91,22 @@ def region_mesh(mesh: Mesh, *, explicit: bool = False) -> JaxMesh | AbstractMesh
             fix=AUTO_AXES,
         )
     return mesh.abstract if mesh.is_abstract else mesh.jax
+
+
+def in_types_of(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """A context in which the types of arrays over a mesh's Explicit axes are JAX's.
+
+    JAX compares the mesh in a type with the abstract mesh around, which may be one
+    like it of no devices (``jax.sharding.use_abstract_mesh``).
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if mesh is None or not mesh.explicit_axes or around.empty:
+        return nullcontext()
+    own = mesh.compile_mesh.abstract_mesh
+    axes, types = dict(around.shape), around.axis_types
+    if around == own or (axes, types) != (mesh.shape, mesh.axis_types):
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(own)
 
 
 def map_free_axes(

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
@@ -225,3 +225,24 @@ def test_the_types_of_a_lowered_program_have_the_declared_layouts(mesh):
         (aval,) = jax.tree.leaves(compiled.jax.in_avals)
         assert aval.sharding.spec == P("x", None)
         assert compiled(NUMBERS).sharding.spec[0] == "x"
+
+
+def test_types_may_be_of_a_mesh_without_devices():
+    mesh = AbstractMesh((2,), ("x",), (AxisType.Explicit,))
+    split = NamedSharding(mesh, P("x"))
+    traced = ts.jit(lambda x: jnp.sin(x) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = traced.trace(jax.ShapeDtypeStruct((8, 4), "f4", sharding=split))
+        for lowered in (traced.lower(), traced.lower(lowering_platforms=("tpu",))):
+            assert "mhlo.num_partitions = 2" in lowered.as_text()
+        assert traced.lower().compile().output_shardings.spec[0] == "x"
+
+
+def test_an_exported_program_has_the_types_that_it_has_under_jit(mesh):
+    x = jax.ShapeDtypeStruct((8, 4), "f4", sharding=NamedSharding(mesh, P("x", None)))
+    with jax.set_mesh(mesh):
+        found, wanted = (
+            jax.export.export(jit(lambda x: x * 2))(x) for jit in (ts.jit, jax.jit)
+        )
+    assert found.in_avals == wanted.in_avals
+    assert found.out_avals == wanted.out_avals

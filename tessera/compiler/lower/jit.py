@@ -9,6 +9,7 @@ XLA chose are compared with the declared ones.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,6 +23,7 @@ from tessera.compiler.ir import Graph, Role, Value
 from tessera.compiler.trace.arguments import Call
 from tessera.compiler.trace.tracer import Trace
 from tessera.errors import LayoutMismatchError
+from tessera.ops.operand_layouts import in_types_of
 from tessera.shard import padded
 
 # Options for GPUs that let more of the collectives' time pass beside computation for
@@ -133,7 +135,8 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
     for number, array in enumerate(graph.captured, len(structs) - len(graph.captured)):
         if isinstance(array, jax.Ref):
             structs[number] = array  # JAX has no type for it
-    return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
+    with in_types_of(graph.mesh):
+        return jitted(trace, graph, call).lower(*_parts(call, graph, structs))
 
 
 def traced_for_arrays(trace: Trace, graph: Graph, call: Call) -> jax.stages.Traced:
@@ -147,8 +150,10 @@ def traced_for_arrays(trace: Trace, graph: Graph, call: Call) -> jax.stages.Trac
         return trace.unflatten(program(*parts, (), graph.captured))
 
     of_arrays.__name__ = graph.name
-    args, kwargs = call.rebuilt([_jax.struct(leaf.aval) for leaf in call.leaves])
-    return jax.jit(of_arrays).trace(*args, **kwargs)
+    inputs = graph.inputs[: len(call.leaves)]
+    args, kwargs = call.rebuilt([_struct(graph, value) for value in inputs])
+    with in_types_of(graph.mesh):
+        return jax.jit(of_arrays).trace(*args, **kwargs)
 
 
 def compile_lowered(
@@ -231,10 +236,18 @@ def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
     return jax.lax.with_sharding_constraint(own, graph.sharding(value))
 
 
-def _stored(graph: Graph, value: Value) -> Any:
+def _struct(graph: Graph, value: Value) -> Any:
+    """The type of an input: over Explicit axes it has the layout."""
     struct = _jax.struct(value.aval)
-    if graph.mesh is not None and graph.mesh.explicit_axes and value.spec is not None:
-        struct = struct.update(sharding=graph.sharding(value))
+    if graph.mesh is None or not graph.mesh.explicit_axes or value.spec is None:
+        return struct
+    whole = [None] * (len(struct.shape) - len(value.spec))  # as in types of JAX
+    spec = value.spec.update(partitions=(*value.spec.partitions, *whole))
+    return struct.update(sharding=graph.sharding(replace(value, spec=spec)))
+
+
+def _stored(graph: Graph, value: Value) -> Any:
+    struct = _struct(graph, value)
     if not graph.is_padded(value):
         return struct
     return struct.update(shape=graph.stored_shape(value))

@@ -57,7 +57,7 @@ from tessera.compiler.trace.write_back import MutationTracker, Write, write_valu
 from tessera.errors import NoMeshError, ParameterNameError
 from tessera.mesh import Mesh
 from tessera.object_arguments import as_it_is, split_result
-from tessera.ops.operand_layouts import layout_of
+from tessera.ops.operand_layouts import in_types_of, layout_of
 from tessera.references import refuse_on_one_device
 from tessera.shard import DistTensor
 from tessera.tree import Skeleton, partition
@@ -352,7 +352,7 @@ def _run(
         return [*returned, *map(jnp.asarray, written)]
 
     _describe(flat, function, [value.name for value in values])
-    with scope.opened(here), _jax.isolated_trace():
+    with scope.opened(here), _jax.isolated_trace(), in_types_of(mesh):
         run.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
     return run
 
