@@ -2,17 +2,24 @@
 """How a test of JAX ended: passed, or in which way it differs."""
 
 import functools
+import os
 import re
 import traceback
 import unittest.case
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
+import tessera
 from tessera.errors import TesseraError
 
 PASSING = ("passed", "skipped")
+# The helpers of JAX's tests.
+HELPERS = str(Path(jax.__file__).parent / "_src" / "test_util.py")
+_PACKAGES = tuple(f"{Path(m.__file__).parent}{os.sep}" for m in (jax, tessera))
 _EXPECTS = "the test expects "
 
 _CALLED = r"^(function|jit|(Lowered|Traced|Compiled|Function)\.\w+)\(\) "
@@ -40,7 +47,8 @@ class Outcome:
     """How a test ended.
 
     Attributes:
-      kind: ``passed``, ``skipped``, or the way in which it differs.
+      kind: ``passed``, ``skipped``, or the way in which it differs. An error that is
+        no assertion is a ``crash``, or ``reading`` where the test's own code raises it.
       reached: Whether the test called what is replaced.
       why: The exception's type and message.
       line: The line of the test at which it failed.
@@ -86,6 +94,8 @@ def outcome_of(report: Any, call: pytest.CallInfo[None], reached: bool) -> Outco
     ]
     why = "".join([*notes, f"{type(error).__name__}: {error}"[:1500]])
     kind = "message" if notes else _kind(error, line)
+    if kind == "crash" and _is_of_test(error):
+        kind = "reading"
     return Outcome(kind, reached, why, line)
 
 
@@ -103,6 +113,17 @@ def note_expected_errors(patch: pytest.MonkeyPatch) -> None:
         return real(self, kind, error, trace)
 
     patch.setattr(context, "__exit__", leave)
+
+
+def _is_of_test(error: BaseException) -> bool:
+    """Whether no call of Tessera or JAX raised it, but the code of the test itself.
+
+    Such a test reads a result or a jaxpr, and finds it to be another than JAX's.
+    """
+    if type(error).__module__.startswith("jax"):
+        return False  # of a program that runs, which has no frames
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return not any(f.startswith(_PACKAGES) and f != HELPERS for f in files)
 
 
 def _kind(error: BaseException, line: str) -> str:

@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import tessera as ts
 from tests.jax_tests import adapted_grad
 from tests.jax_tests.differences import read_record, write_record
-from tests.jax_tests.outcomes import Outcome, note_expected_errors, outcome_of
-
-HELPERS = str(Path(jax.__file__).parent / "_src" / "test_util.py")
+from tests.jax_tests.outcomes import (
+    HELPERS,
+    Outcome,
+    note_expected_errors,
+    outcome_of,
+)
 
 # Where JAX's modules find what is replaced, and the modules of tests with them.
 NAMES = {

@@ -21,6 +21,10 @@ class MadeUpTest(unittest.TestCase):
     def test_twice(self): self.assertEqual(jit(lambda x: 2 * x)(jnp.ones(())), 2)
     def test_plain(self): self.assertEqual(jnp.cos(0.0), 1)
     def test_kind(self): self.assertIn("Pjit", type(jax.jit(jnp.cos)).__name__)
+    def test_jaxpr(self):
+        def read(jaxpr): return jaxpr.eqns[0].params["no such parameter"]
+        read(jax.make_jaxpr(jit(jnp.sin))(1.0))
+    def test_body(self): jit(lambda x: {}["no such key"])(jnp.ones(()))
     def test_error(self):
         with self.assertRaises(KeyError): jax.jit(lambda: 1)(2)
 """
@@ -36,7 +40,7 @@ def test_what_a_test_calls_as_jax_jit_is_tesseras_and_every_outcome_is_recorded(
     real = jax.jit
     pytest.main([*map(str, command), "--record", str(tmp_path / "record")])
     assert jax.jit is real
-    assert "2 failed, 2 passed" in capsys.readouterr().out
+    assert "4 failed, 2 passed" in capsys.readouterr().out
     lines = map(json.loads, (tmp_path / "record").read_text().splitlines())
     records = {line["test"].rpartition("::")[2]: line for line in lines}
     kinds = {name: (line["kind"], line["reached"]) for name, line in records.items()}
@@ -44,6 +48,8 @@ def test_what_a_test_calls_as_jax_jit_is_tesseras_and_every_outcome_is_recorded(
         "test_twice": ("passed", True),
         "test_plain": ("passed", False),
         "test_kind": ("assertion", True),
+        "test_jaxpr": ("reading", True),
+        "test_body": ("crash", True),
         "test_error": ("message", True),
     }
     assert "the test expects KeyError" in records["test_error"]["why"]
