@@ -71,14 +71,12 @@ def _with_own_references(program: _jax.Program) -> _jax.Program:
     return _jax.retrace(run, program) if references else program
 
 
-def _closes_over(equation: _jax.Equation, _: str = "") -> bool:
+def _closes_over(equation: _jax.Equation) -> bool:
     is_call = equation.primitive.name == "custom_jvp_call"
     return is_call and bool(equation.params.get("num_consts"))
 
 
-def _fix_closures(
-    equation: _jax.Equation, operands: Sequence[Any], _: str
-) -> Sequence[Any]:
+def _fix_closures(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """Refuse gradients by what the function closes over: JAX would give zeros."""
     count = equation.params["num_consts"]
     return _jax.bind(equation, [*map(_fixed, operands[:count]), *operands[count:]])
@@ -93,13 +91,12 @@ def _holds_ended_traces(program: _jax.Program) -> bool:
     )
 
 
-def _is_gradient(equation: _jax.Equation, _: str = "") -> bool:
+def _is_gradient(equation: _jax.Equation) -> bool:
     return equation.primitive is gradient_p
 
 
 def _has_gradient_inside(equation: _jax.Equation) -> bool:
-    inner = _jax.inner_programs(equation)
-    return any(rewriting.contains(program, _is_gradient) for program in inner)
+    return rewriting.contains_inside(equation, _is_gradient)
 
 
 def _without_next_gradient(program: _jax.Program, is_inner: bool) -> _jax.Program:

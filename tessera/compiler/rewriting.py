@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 
 from tessera import _jax
 
-Where: TypeAlias = Callable[[_jax.Equation, str], bool]
-Rule: TypeAlias = Callable[[_jax.Equation, Sequence[Any], str], Sequence[Any]]
+Where: TypeAlias = Callable[[_jax.Equation], bool]
 Apply: TypeAlias = Callable[[_jax.Equation, Sequence[Any]], Sequence[Any]]
 Interpreter: TypeAlias = Callable[[_jax.Program, Sequence[Any]], Sequence[Any]]
 
@@ -69,15 +68,17 @@ def use_counts(program: _jax.Program) -> Counter[Any]:
     return Counter(a for a in atoms if not isinstance(a, _jax.Literal))
 
 
-def contains(program: _jax.Program, where: Where, scopes: str = "") -> bool:
+def contains(program: _jax.Program, where: Where) -> bool:
     """Whether ``where`` selects some equation, in nested programs too."""
-    for equation in _jax.equations(program):
-        path = f"{scopes}/{_jax.name_scopes(equation)}"
-        if where(equation, path):
-            return True
-        if any(contains(p, where, path) for p in _jax.inner_programs(equation)):
-            return True
-    return False
+    return any(
+        where(equation) or contains_inside(equation, where)
+        for equation in _jax.equations(program)
+    )
+
+
+def contains_inside(equation: _jax.Equation, where: Where) -> bool:
+    """Whether ``where`` selects some equation of an equation's nested programs."""
+    return any(contains(inner, where) for inner in _jax.inner_programs(equation))
 
 
 def nested_with_operands(
@@ -173,28 +174,24 @@ def bind_with_nested(
     return _jax.bind(equation, values, _jax.replace_nested(equation, again))
 
 
-def rewrite(program: _jax.Program, where: Where, rule: Rule) -> _jax.Program:
+def rewrite(program: _jax.Program, where: Where, rule: Apply) -> _jax.Program:
     """Replace the equations that ``where`` selects by what ``rule`` computes.
 
     Args:
       program: A program, left as it is.
-      where: Takes an equation and the path of name scopes that it is in.
-      rule: Takes such an equation, its input values and the path; returns its outputs.
+      where: Takes an equation.
+      rule: Takes such an equation and its input values; returns its outputs.
     """
     if not contains(program, where):
         return program
 
-    def inside(scopes: str) -> Apply:
-        def apply(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
-            path = f"{scopes}/{_jax.name_scopes(equation)}"
-            if where(equation, path):
-                return rule(equation, operands, path)
-            if any(contains(p, where, path) for p in _jax.inner_programs(equation)):
-                return bind_with_nested(
-                    equation, operands, lambda p, v: interpret(p, v, inside(path))
-                )
-            return _jax.bind(equation, operands)
+    def apply(equation: _jax.Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if where(equation):
+            return rule(equation, operands)
+        if contains_inside(equation, where):
+            return bind_with_nested(
+                equation, operands, lambda p, v: interpret(p, v, apply)
+            )
+        return _jax.bind(equation, operands)
 
-        return apply
-
-    return retrace(program, inside(""))
+    return retrace(program, apply)

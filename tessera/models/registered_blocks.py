@@ -199,7 +199,7 @@ class RegisteredBlocks(StagedModel, RegisteredModel):
         if NAMED not in self.policies:
             return self.policies
         block = jax.make_jaxpr(self._block_of_zeros)(self._hidden)
-        if contains(block, lambda equation, _: equation.primitive.name == "name"):
+        if contains(block, lambda equation: equation.primitive.name == "name"):
             return self.policies
         return tuple("dots" if name == NAMED else name for name in self.policies)
 

@@ -15,6 +15,7 @@ from tessera.compiler.narrowing.frames import Frame, Scalar, Vector
 from tessera.compiler.narrowing.rules import (
     CUSTOM_CALLS,
     PAIRWISE,
+    RULES,
     SINGLE_INSTRUCTIONS,
     Rule,
     autocast_dtype,
@@ -48,7 +49,7 @@ def autocast(graph: Graph) -> Graph:
 
 def _rewritten(program: _jax.Program, scopes: str) -> _jax.Program:
     """The program; the same if there is nothing to do."""
-    if not rewriting.contains(program, _is_cast, scopes):
+    if not _has_casts(program, scopes):
         return program
     frame = analyze(program, scopes)
 
@@ -58,8 +59,18 @@ def _rewritten(program: _jax.Program, scopes: str) -> _jax.Program:
     return _jax.retrace(run, program)
 
 
-def _is_cast(equation: _jax.Equation, scopes: str) -> bool:
-    return rule_of(equation, autocast_dtype(scopes)) is Rule.MATMUL
+def _has_casts(program: _jax.Program, scopes: str) -> bool:
+    """Whether a program in such name scopes has matmuls that are to be narrow."""
+    for equation in _jax.equations(program):
+        programs = _jax.inner_programs(equation)
+        if not programs and RULES.get(equation.primitive.name) is not Rule.MATMUL:
+            continue
+        path = f"{scopes}/{_jax.name_scopes(equation)}"
+        if rule_of(equation, autocast_dtype(path)) is Rule.MATMUL:
+            return True
+        if any(_has_casts(inner, path) for inner in programs):
+            return True
+    return False
 
 
 class _Interpreter:
@@ -172,7 +183,7 @@ class _Interpreter:
         """The results of what has f32 operands; nested programs are rewritten."""
         operands, path = self._operands(equation), self._frame.path(equation)
         programs = _jax.inner_programs(equation)
-        if not any(rewriting.contains(each, _is_cast, path) for each in programs):
+        if not any(_has_casts(each, path) for each in programs):
             return _jax.bind(equation, operands)
 
         def run(inner: _jax.Program, values: Sequence[Any]) -> list[Any]:
@@ -188,7 +199,7 @@ def _changes(frame: Frame) -> bool:
     """Whether a called program is another one than before."""
     if frame.narrow or any(frame.outputs) or any(map(_changes, frame.frames.values())):
         return True
-    return rewriting.contains(frame.program, _is_cast, frame.scopes)
+    return _has_casts(frame.program, frame.scopes)
 
 
 def _converted(value: Any, dtype: Any) -> Any:

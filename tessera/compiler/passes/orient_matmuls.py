@@ -50,12 +50,10 @@ def orient_matmuls(graph: Graph) -> Graph:
         id(plan.transpose) for plan in plans.values() if plan.transpose is not None
     }
 
-    def is_planned(equation: _jax.Equation, scopes: str) -> bool:
+    def is_planned(equation: _jax.Equation) -> bool:
         return id(equation) in plans or id(equation) in exchanged
 
-    def apply(
-        equation: _jax.Equation, operands: Sequence[Any], scopes: str
-    ) -> list[Any]:
+    def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         if id(equation) in exchanged:
             return [operands[0]]  # The matmul gave it as it is to be.
         return [plans[id(equation)].product(*operands)]

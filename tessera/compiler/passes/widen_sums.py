@@ -2,7 +2,7 @@
 """Keep the sums of parameters' gradients in f32, and narrow matmuls on CPU."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -79,8 +79,7 @@ class _Widening:
 
         return _jax.retrace(run, program)
 
-    def _changes(self, equation: _jax.Equation, scopes: str) -> bool:
-        del scopes
+    def _changes(self, equation: _jax.Equation) -> bool:
         return id(equation) in self._marked or self._is_on_cpu(equation)
 
     def _is_on_cpu(self, equation: _jax.Equation) -> bool:
@@ -107,8 +106,7 @@ class _Widening:
         if is_matmul and (is_marked or self._is_on_cpu(equation)):
             with _jax.source_context(equation):
                 return [self._product(equation, operands, is_marked)]
-        programs = _jax.inner_programs(equation)
-        if any(rewriting.contains(each, self._changes) for each in programs):
+        if rewriting.contains_inside(equation, self._changes):
             run = partial(self._run, is_marked=is_marked)
             return rewriting.bind_with_nested(equation, operands, run)
         return _jax.bind(equation, operands)
@@ -183,10 +181,13 @@ def _marked(program: _jax.Program, scopes: str) -> set[int]:
     found: set[int] = set()
     sums = _Sums(program, found)
     for equation in _jax.equations(program):
+        programs = _jax.inner_programs(equation)
+        if not programs and equation.primitive.name != _CAST:
+            continue
         path = f"{scopes}/{_jax.name_scopes(equation)}"
         if _casts_gradient(equation, path) and sums.mark(equation.invars[0]):
             found.add(id(equation))
-        for inner in _jax.inner_programs(equation):
+        for inner in programs:
             found |= _marked(inner, path)
     return found
 
@@ -213,11 +214,18 @@ class _Sums:
         found: set[int],
         mark_input: Callable[[int, frozenset[str]], bool] = lambda *_: False,
     ) -> None:
-        equations = _jax.equations(program)
-        self._makers = {var: each for each in equations for var in each.outvars}
-        self._inputs = {var: n for n, var in enumerate(_jax.inputs(program))}
+        self._program = program
         self._found, self._mark_input = found, mark_input
         self._marks: dict[tuple[_jax.Atom, frozenset[str]], bool] = {}
+
+    @cached_property
+    def _makers(self) -> dict[_jax.Atom, _jax.Equation]:
+        equations = _jax.equations(self._program)
+        return {var: each for each in equations for var in each.outvars}
+
+    @cached_property
+    def _inputs(self) -> dict[_jax.Atom, int]:
+        return {var: n for n, var in enumerate(_jax.inputs(self._program))}
 
     def mark(self, atom: _jax.Atom, ends: frozenset[str] = _ENDS) -> bool:
         """Mark the equations from sums to a variable; whether there are any.

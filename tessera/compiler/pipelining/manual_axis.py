@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
-from tessera.compiler.rewriting import bind_with_nested, contains, interpret
+from tessera.compiler.rewriting import bind_with_nested, contains_inside, interpret
 from tessera.errors import PipelineFormError
 from tessera.shard_spec import axes_of_dims
 
@@ -37,7 +37,7 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
     """
     name = equation.primitive.name
     if not _needs_rewrite(equation):
-        if any(contains(p, _needs_rewrite) for p in _jax.inner_programs(equation)):
+        if contains_inside(equation, _needs_rewrite):
             return bind_with_nested(equation, operands, evaluate)
         return _jax.bind(equation, operands)
     if _jax.is_shard_map(equation):
@@ -56,7 +56,7 @@ def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
         return [_replicated(result, _indexed_dims(equation))]
 
 
-def _needs_rewrite(equation: _jax.Equation, _: str = "") -> bool:
+def _needs_rewrite(equation: _jax.Equation) -> bool:
     name = equation.primitive.name
     is_indexed = name == "gather" or name.startswith("scatter")
     is_laid_out = isinstance(equation.params.get("sharding"), NamedSharding)

@@ -36,7 +36,7 @@ from tessera import _jax
 from tessera.compiler.rewriting import (
     Environment,
     bind_with_nested,
-    contains,
+    contains_inside,
     variables,
 )
 from tessera.primitive_properties import ARITHMETIC, BROADCASTS, EXPENSIVE, RESHAPES
@@ -246,12 +246,10 @@ def _computed(program: _jax.Program) -> Variables:
     return computed
 
 
-def _is_expensive(equation: _jax.Equation, scopes: str = "") -> bool:
+def _is_expensive(equation: _jax.Equation) -> bool:
     """Whether an equation is a matmul or a kernel, or has one inside."""
-    del scopes
-    inner = _jax.inner_programs(equation)
     is_one = equation.primitive.name in EXPENSIVE
-    return is_one or any(contains(p, _is_expensive) for p in inner)
+    return is_one or contains_inside(equation, _is_expensive)
 
 
 def _is_among(atom: _jax.Atom, variables: Variables) -> bool:

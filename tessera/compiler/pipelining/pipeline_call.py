@@ -235,7 +235,7 @@ def _is_same(first: Any, second: Any) -> bool:
 def _uses_data_axes(call: PipelineCall) -> bool:
     """Whether stages use a data axis: in weights' layouts, in kernels."""
     program = call.stages.program
-    if contains(program, lambda equation, _: _jax.is_shard_map(equation)):
+    if contains(program, _jax.is_shard_map):
         return True
     specs = call.layouts
     named = {a for spec in specs for names in axes_of_dims(spec, 0) for a in names}

@@ -167,7 +167,7 @@ def bind(call: PipelineCall, arguments: Sequence[Any], weights: Sequence[Any]) -
 
 def has_pipeline(program: _jax.Program) -> bool:
     """Whether a program calls a pipelined function."""
-    return contains(program, lambda equation, _: equation.primitive is pipeline_p)
+    return contains(program, lambda equation: equation.primitive is pipeline_p)
 
 
 def argument_rows(program: _jax.Program) -> dict[str, bool]:
