@@ -24,9 +24,6 @@ from jax._src.lax import lax
 # In newer versions the rules also take which mutable inputs are read later.
 _RULES_TAKE_LIVE_INPUTS = partial_eval._default_dce_rule.__code__.co_argcount == 3
 
-# Before, it was whether to inline; now a bool means another time to do it.
-_INLINE: Any = api.Inline.JAX_EARLY if hasattr(api, "Inline") else True
-
 # What ``jax.vjp`` returns; a function in older versions.
 VJP: Any = getattr(api, "VJP", ())
 
@@ -196,24 +193,6 @@ def register_batching(primitive: Any, rule: BatchingRule) -> None:
         parameters; gives the results and such a dim for each.
     """
     batching.primitive_batchers[primitive] = rule
-
-
-def inlined_call(equation: Any, types: Iterable[jax.ShapeDtypeStruct]) -> Any:
-    """A call of a program that is one equation; wherever it is applied, it is inlined.
-
-    Args:
-      equation: The equation.
-      types: The types of its operands.
-    """
-    primitive = equation.primitive
-
-    def alone(*values: Any) -> Any:
-        return primitive.bind(*values, **primitive.get_bind_params(equation.params))
-
-    with equation.ctx.manager:
-        program = jax.make_jaxpr(jax.jit(alone))(*types)
-    (call,) = getattr(program, "jaxpr", program).eqns
-    return call.replace(params=dict(call.params, inline=_INLINE))
 
 
 def replay(program: Any, *values: Any) -> list[Any]:
