@@ -203,10 +203,14 @@ def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
 def verify(graph: Graph) -> None:
     """Check the invariants of a graph; a failure is a bug of the phase before.
 
-    The jaxpr is well formed, holds no constants, and has exactly the inputs and
-    outputs that the graph describes.
+    The jaxpr is well formed, and ``verify_interface`` holds.
     """
     _jax.check(graph.program)
+    verify_interface(graph)
+
+
+def verify_interface(graph: Graph) -> None:
+    """Check that a jaxpr has the inputs and outputs of its graph, and no constants."""
     assert not _jax.constants(graph.program), "captured arrays must be inputs"
     for kind, described, variables in (
         ("input", graph.inputs, _jax.inputs(graph.program)),
