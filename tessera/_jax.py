@@ -30,6 +30,7 @@ from tessera._jax_lines import source_line as source_line
 from tessera._jax_traces import NoGradientByClosure as NoGradientByClosure
 from tessera._jax_traces import all_gather_invariant as all_gather_invariant
 from tessera._jax_traces import ambient_mesh as ambient_mesh
+from tessera._jax_traces import can_record as can_record
 from tessera._jax_traces import canonical_dtype as canonical_dtype
 from tessera._jax_traces import escaped_tracer_error as escaped_tracer_error
 from tessera._jax_traces import get_referent as get_referent
@@ -37,6 +38,7 @@ from tessera._jax_traces import inputs_read
 from tessera._jax_traces import is_of_ended_trace as is_of_ended_trace
 from tessera._jax_traces import is_reference as is_reference
 from tessera._jax_traces import partial_evaluation as partial_evaluation
+from tessera._jax_traces import record as record
 from tessera._jax_traces import replay as replay
 from tessera._jax_traces import varying_axes as varying_axes
 from tessera._jax_traces import varying_axes_of as varying_axes_of

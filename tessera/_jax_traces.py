@@ -202,41 +202,55 @@ def replay(program: Any, *values: Any) -> list[Any]:
     inferring them again would take as long as tracing the function did.
     """
     body, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    if consts or not can_record(program):
+        return core.eval_jaxpr(body, consts, *values)
+    env = dict(zip(body.invars, values, strict=True))
+    record(body.eqns, env)
+    return [
+        atom.val if isinstance(atom, core.Literal) else env[atom]
+        for atom in body.outvars
+    ]
+
+
+def can_record(program: Any) -> bool:
+    """Whether JAX is tracing, and can record a program's equations as they are."""
+    body = getattr(program, "jaxpr", program)
     with core.take_current_trace() as trace:
         records = isinstance(trace, partial_eval.DynamicJaxprTrace)
     # Primitives of high-level types (hijax) tell the trace that it has some.
-    is_high = getattr(body, "is_high", False)
-    if not records or body.effects or consts or is_high:
-        return core.eval_jaxpr(body, consts, *values)
+    return records and not body.effects and not getattr(body, "is_high", False)
+
+
+def record(equations: Iterable[Any], env: dict[Any, Any]) -> None:
+    """Record equations as they are.
+
+    Args:
+      equations: Of a program for which ``can_record``.
+      env: The values of its variables, of the types that it says; those that the
+        equations compute are added.
+    """
     here = source_info_util.current()
-    env = dict(
-        zip(
-            body.invars,
-            [trace.to_jaxpr_tracer(value, here) for value in values],
-            strict=True,
-        )
-    )
-
-    def read(atom: Any, source: Any) -> Any:
-        if isinstance(atom, core.Literal):
-            return partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, source)
-        return env[atom]
-
-    for equation in body.eqns:
-        source = equation.source_info
-        if here.name_stack:
-            source = source.replace(name_stack=here.name_stack + source.name_stack)
-        results = trace.emit_eqn(
-            [read(atom, source) for atom in equation.invars],
-            [variable.aval for variable in equation.outvars],
-            equation.primitive,
-            equation.params,
-            equation.effects,
-            source,
-            equation.ctx,
-        )
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(atom, here) for atom in body.outvars]
+    with core.take_current_trace() as trace:
+        for equation in equations:
+            source = equation.source_info
+            if here.name_stack:
+                source = source.replace(name_stack=here.name_stack + source.name_stack)
+            operands = [
+                partial_eval.DynamicJaxprTracer(trace, atom.aval, atom, source)
+                if isinstance(atom, core.Literal)
+                else trace.to_jaxpr_tracer(env[atom], source)
+                for atom in equation.invars
+            ]
+            results = trace.emit_eqn(
+                operands,
+                [variable.aval for variable in equation.outvars],
+                equation.primitive,
+                equation.params,
+                equation.effects,
+                source,
+                equation.ctx,
+            )
+            env.update(zip(equation.outvars, results, strict=True))
 
 
 # --- observing conversions of traced values

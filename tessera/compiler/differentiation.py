@@ -112,9 +112,9 @@ def _without_next_gradient(program: _jax.Program, is_inner: bool) -> _jax.Progra
 
     def run(*values: Any) -> list[Any]:
         env = rewriting.Environment(program, values)
-        env.run(plan.before)
+        env.record(plan.before, program, news=[])
         _differentiate(env, plan)
-        env.run(plan.after)
+        env.record(plan.after, program, news=[*plan.shared, *plan.gradient.outvars])
         return env.outputs(program)
 
     return _jax.retrace(run, program)

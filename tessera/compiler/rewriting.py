@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
+
 from tessera import _jax
 
 Where: TypeAlias = Callable[[_jax.Equation], bool]
@@ -51,6 +53,25 @@ class Environment:
             values = [self.read(atom) for atom in equation.invars]
             self.write(equation.outvars, _jax.bind(equation, values))
 
+    def record(
+        self,
+        equations: Iterable[_jax.Equation],
+        program: _jax.Program,
+        news: Iterable[_jax.Atom],
+    ) -> None:
+        """Apply equations as they are, and infer no types where these are known.
+
+        Args:
+          equations: Of the program.
+          program: The program; its variables have values of its types.
+          news: Variables whose values may have other types.
+        """
+        is_typed = all(jax.typeof(self._values[v]) == v.aval for v in news)
+        if is_typed and _jax.can_record(program):
+            _jax.record(equations, self._values)
+        else:
+            self.run(equations)
+
     def copy(self) -> "Environment":
         """An environment of its own with the same values."""
         return Environment.of(self._values)
@@ -70,15 +91,16 @@ def use_counts(program: _jax.Program) -> Counter[Any]:
 
 def contains(program: _jax.Program, where: Where) -> bool:
     """Whether ``where`` selects some equation, in nested programs too."""
-    return any(
-        where(equation) or contains_inside(equation, where)
-        for equation in _jax.equations(program)
-    )
+    for equation in _jax.equations(program):
+        if where(equation) or contains_inside(equation, where):
+            return True
+    return False
 
 
 def contains_inside(equation: _jax.Equation, where: Where) -> bool:
     """Whether ``where`` selects some equation of an equation's nested programs."""
-    return any(contains(inner, where) for inner in _jax.inner_programs(equation))
+    programs = _jax.inner_programs(equation)
+    return bool(programs) and any(contains(inner, where) for inner in programs)
 
 
 def nested_with_operands(

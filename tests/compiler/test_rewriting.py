@@ -122,6 +122,32 @@ def test_an_environment_reads_inputs_constants_and_literals():
     np.testing.assert_allclose(result, X * held + 2.0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_recorded_equations_are_those_that_run(dtype):
+    def function(x):
+        with jax.named_scope("mine"):
+            y = x * x
+        return jnp.sin(y), jnp.max(y)
+
+    program = program_of(function, X)
+
+    def again(run):
+        def apply(x):
+            env = Environment(program, [x])
+            run(env, _jax.equations(program))
+            return env.outputs(program)
+
+        return program_of(apply, X.astype(dtype))
+
+    def record(env, equations):
+        env.record(equations, program, news=_jax.inputs(program))
+
+    recorded, bound = again(record), again(Environment.run)
+    assert _jax.pretty(recorded) == _jax.pretty(bound)
+    assert _jax.outputs(recorded)[0].aval.dtype == dtype
+    _jax.check(recorded)
+
+
 def test_a_copied_environment_is_on_its_own():
     program = program_of(jnp.sin, X)
     env = Environment(program, [X])
