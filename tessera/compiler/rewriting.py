@@ -91,16 +91,48 @@ def use_counts(program: _jax.Program) -> Counter[Any]:
 
 def contains(program: _jax.Program, where: Where) -> bool:
     """Whether ``where`` selects some equation, in nested programs too."""
-    for equation in _jax.equations(program):
-        if where(equation) or contains_inside(equation, where):
-            return True
-    return False
+    programs = programs_from(program, _jax.inner_programs)
+    return any(where(equation) for p in programs for equation in _jax.equations(p))
 
 
 def contains_inside(equation: _jax.Equation, where: Where) -> bool:
     """Whether ``where`` selects some equation of an equation's nested programs."""
-    programs = _jax.inner_programs(equation)
-    return bool(programs) and any(contains(inner, where) for inner in programs)
+    return any(contains(inner, where) for inner in _jax.inner_programs(equation))
+
+
+def programs_from(
+    program: _jax.Program,
+    inside: Callable[[_jax.Equation], Iterable[_jax.Program]],
+) -> Iterator[_jax.Program]:
+    """A program and those ``inside`` its equations, each once if it is called often."""
+    found, seen = [program], {id(program)}
+    for each in found:
+        yield each
+        for equation in _jax.equations(each):
+            for inner in inside(equation):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    found.append(inner)
+
+
+def programs_in_scopes(
+    program: _jax.Program, scopes: str = ""
+) -> Iterator[tuple[_jax.Program, str]]:
+    """A program and those nested in it, each once for the name scopes that it is in.
+
+    Args:
+      program: The program.
+      scopes: The path of name scopes that it is called in.
+    """
+    found, seen = [(program, scopes)], set[tuple[int, str]]()
+    for each, around in found:
+        yield each, around
+        for equation in _jax.equations(each):
+            for inner in _jax.inner_programs(equation):
+                path = f"{around}/{_jax.name_scopes(equation)}"
+                if (id(inner), path) not in seen:
+                    seen.add((id(inner), path))
+                    found.append((inner, path))
 
 
 def nested_with_operands(

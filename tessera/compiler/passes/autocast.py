@@ -61,16 +61,16 @@ def _rewritten(program: _jax.Program, scopes: str) -> _jax.Program:
 
 def _has_casts(program: _jax.Program, scopes: str) -> bool:
     """Whether a program in such name scopes has matmuls that are to be narrow."""
-    for equation in _jax.equations(program):
-        programs = _jax.inner_programs(equation)
-        if not programs and RULES.get(equation.primitive.name) is not Rule.MATMUL:
-            continue
-        path = f"{scopes}/{_jax.name_scopes(equation)}"
-        if rule_of(equation, autocast_dtype(path)) is Rule.MATMUL:
-            return True
-        if any(_has_casts(inner, path) for inner in programs):
-            return True
-    return False
+    return any(
+        RULES.get(equation.primitive.name) is Rule.MATMUL
+        and _is_cast(equation, f"{path}/{_jax.name_scopes(equation)}")
+        for each, path in rewriting.programs_in_scopes(program, scopes)
+        for equation in _jax.equations(each)
+    )
+
+
+def _is_cast(equation: _jax.Equation, scopes: str) -> bool:
+    return rule_of(equation, autocast_dtype(scopes)) is Rule.MATMUL
 
 
 class _Interpreter:

@@ -167,7 +167,8 @@ def _plans(program: _jax.Program, *, holds_inputs: bool = False) -> Iterator[_Pl
     for inner in _bodies(program):
         yield from _plans(inner)
     # A program that is called twice has one plan for each of its matmuls.
-    found = {id(plan.equation): plan for plan in _own_plans(program)}
+    programs = rewriting.programs_from(program, _called)
+    found = {id(plan.equation): plan for each in programs for plan in _own_plans(each)}
     if not found:
         return
     transposed = {(key, plan.number) for key, plan in found.items()}
@@ -202,16 +203,19 @@ def _is_kept(plan: _Plan, lifetimes: Lifetimes, backward: int) -> bool:
 
 def _bodies(program: _jax.Program) -> Iterator[_jax.Program]:
     """The bodies of loops and branches in a program, and in those that it calls."""
-    for equation in _jax.equations(program):
-        inner = called(equation)
-        if inner is None:
-            yield from _jax.inner_programs(equation)
-        else:
-            yield from _bodies(inner)
+    for each in rewriting.programs_from(program, _called):
+        for equation in _jax.equations(each):
+            if called(equation) is None:
+                yield from _jax.inner_programs(equation)
+
+
+def _called(equation: _jax.Equation) -> list[_jax.Program]:
+    inner = called(equation)
+    return [] if inner is None else [inner]
 
 
 def _own_plans(program: _jax.Program) -> Iterator[_Plan]:
-    """The plans of a program and of those that it calls."""
+    """The plans of a program without those that it calls."""
     equations = _jax.equations(program)
     read = rewriting.use_counts(program)
     transposes = {
@@ -220,9 +224,7 @@ def _own_plans(program: _jax.Program) -> Iterator[_Plan]:
         if equation.primitive.name == "transpose" and read[equation.invars[0]] == 1
     }
     for equation in equations:
-        if (inner := called(equation)) is not None:
-            yield from _own_plans(inner)
-        elif equation.primitive.name == "dot_general":
+        if equation.primitive.name == "dot_general":
             plan = _plan(equation, transposes.get(equation.outvars[0]))
             if plan is not None:
                 yield plan

@@ -54,7 +54,7 @@ def widen_sums(graph: Graph) -> Graph:
 
     Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
     """
-    widening = _Widening(graph.platform == "cpu", _marked(graph.program, ""))
+    widening = _Widening(graph.platform == "cpu", _marked(graph.program))
     return graph.with_program(widening.rewritten(graph.program))
 
 
@@ -176,27 +176,22 @@ def _is_narrow(atom: _jax.Atom) -> bool:
     return atom.aval.dtype in _NARROW
 
 
-def _marked(program: _jax.Program, scopes: str) -> set[int]:
+def _marked(program: _jax.Program) -> set[int]:
     """The ids of casts of parameters' gradients, and of what computes these."""
     found: set[int] = set()
-    sums = _Sums(program, found)
-    for equation in _jax.equations(program):
-        programs = _jax.inner_programs(equation)
-        if not programs and equation.primitive.name != _CAST:
-            continue
-        path = f"{scopes}/{_jax.name_scopes(equation)}"
-        if _casts_gradient(equation, path) and sums.mark(equation.invars[0]):
-            found.add(id(equation))
-        for inner in programs:
-            found |= _marked(inner, path)
+    for each, scopes in rewriting.programs_in_scopes(program):
+        sums = _Sums(each, found)
+        for equation in _jax.equations(each):
+            if _casts_gradient(equation, scopes) and sums.mark(equation.invars[0]):
+                found.add(id(equation))
     return found
 
 
 def _casts_gradient(equation: _jax.Equation, scopes: str) -> bool:
-    if equation.primitive.name != _CAST or PARAMETER_CAST not in scopes:
+    if equation.primitive.name != _CAST or not _is_narrow(equation.invars[0]):
         return False
-    is_wide = equation.outvars[0].aval.dtype == jnp.float32
-    return is_wide and _is_narrow(equation.invars[0])
+    path = f"{scopes}/{_jax.name_scopes(equation)}"
+    return equation.outvars[0].aval.dtype == jnp.float32 and PARAMETER_CAST in path
 
 
 class _Sums:
