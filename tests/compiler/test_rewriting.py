@@ -9,7 +9,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tessera import _jax
-from tessera.compiler.rewriting import Environment, contains, rewrite
+from tessera.compiler.rewriting import (
+    Environment,
+    contains,
+    programs_in_scopes,
+    rewrite,
+)
 
 X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
 
@@ -111,6 +116,30 @@ def test_contains_looks_into_nested_programs():
     assert not contains(
         program_of(NESTS["scan in shard_map in jit"](jnp.cos), X), is_sin
     )
+
+
+def test_a_program_that_is_called_often_is_looked_at_once():
+    seen = []
+
+    def note(equation):
+        seen.append(equation.primitive.name)
+        return False
+
+    again = jax.jit(lambda x: jnp.sin(x) * 2.0)
+    assert not contains(program_of(lambda x: again(again(again(x))), X), note)
+    assert seen == ["jit", "jit", "jit", "sin", "mul"]
+
+
+def test_each_scope_that_a_program_is_called_in_is_a_path_to_it():
+    again = jax.jit(jnp.sin)
+
+    def function(x):
+        with jax.named_scope("outer"):
+            x = again(again(x))
+        return again(x)
+
+    paths = [path for _, path in programs_in_scopes(program_of(function, X), "of")]
+    assert paths == ["of", "of/outer", "of/"]
 
 
 def test_an_environment_reads_inputs_constants_and_literals():
