@@ -281,6 +281,9 @@ VISITS = "tessera_visits_"
 # The name scope of a branch or a loop that data have to demand. Predictions take the
 # other branch, and leave out the loop.
 FALLBACK = "tessera_fallback"
+# The name scope of all that a branch does which is taken in some executions, or in so
+# many at most: ``tessera_taken_6_of_16``, ``tessera_taken_at_most_6_of_16``.
+TAKEN = "tessera_taken_"
 # The name scope of matmuls in which each of several matrices has rows of its own, as
 # many as data choose.
 GROUPED = "tessera_grouped"

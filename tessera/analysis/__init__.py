@@ -9,7 +9,7 @@
     flops                           operations, counted on the jaxpr
     propagation                     the layout of every operation before partitioning
     peaks, cost, measured_times     peaks of devices, estimated and measured times
-    constant_values                 loop lengths and branches that constants decide
+    loop_counts                     how often a program runs what it contains
     timeline/                       the predicted timeline of a step on its target
     inspection, mesh_inspection     where blocks of arrays are, and axes of meshes
 

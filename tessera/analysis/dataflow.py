@@ -107,8 +107,8 @@ class Dataflow:
         operands = caller.instruction.operands
         match caller.instruction.opcode:
             case "while":  # before the loop, and after each iteration
-                root = parameter.computation.root
-                carried = parameter.sibling(root.name, element)
+                body = self.module.body(caller.instruction)
+                carried = Node((*caller.path, (body, body.root)), element)
                 return [caller.sibling(operands[0], element), carried]
             case "conditional":
                 branches = self.module.callees(caller.instruction)

@@ -280,7 +280,7 @@ class _Reader:
 
     def __init__(self, flow: Dataflow, mesh: Mesh) -> None:
         self._module, self._mesh = flow.module, mesh
-        self._counts = LoopCounts(flow.module)
+        self._counts = LoopCounts(flow)
         self._fusions = AsynchronousFusions(flow.nodes)
         self._places = Places(mesh, mesh.target) if mesh.target else None
 

@@ -8,10 +8,9 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
-import numpy as np
 
 from tessera import _jax
 from tessera.analysis.memory import Memory, memory
@@ -44,9 +43,6 @@ from tessera.references import check_captured
 from tessera.scope import alone_on, transforming
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
-
-# Tables of schedules are small; others choose no branches.
-_LARGEST_CONSTANT: Final = 2**16
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
@@ -269,14 +265,7 @@ class Compiled(OfArguments):
 
         graph = self.traced.graph
         mesh = graph.mesh or Mesh(("device",), devices=(0,))
-        # JAX names the inputs by their position: captured arrays are the last part.
-        last = len(self.traced.call.arguments) + 1
-        constants = {
-            f"parts[{last}][{index}]": np.asarray(array)
-            for index, array in enumerate(graph.captured)
-            if array.size <= _LARGEST_CONSTANT and array.dtype.kind in "iub"
-        }
-        return timeline(self.as_text(), mesh, constants)
+        return timeline(self.as_text(), mesh)
 
     @cached_property
     def memory(self) -> Memory:

@@ -3,7 +3,7 @@
 
 work                            FLOPs and bytes of one operation, from its shapes
 operation_times, transfers      seconds of operations, and of collectives on links
-schedule, device_branches       the program as timed steps, in order of execution
+schedule                        the program as timed steps, in order of execution
 simulation                      what overlaps and what is waited for
 prediction                      ``timeline(program, mesh)``
 report, drawing                 ``Timeline``: text, JSON, SVG and Perfetto trace

@@ -5,9 +5,7 @@ Nothing runs: the times are those of the schedule that the compiler wrote, execu
 the figures of a target.
 """
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from tessera.analysis import hlo
 from tessera.analysis.collective import KINDS
@@ -27,11 +25,7 @@ from tessera.targets.link_routes import Link
 from tessera.targets.target import Target
 
 
-def timeline(
-    program: HasText | str,
-    mesh: Mesh,
-    inputs: Mapping[str, np.ndarray] | None = None,
-) -> Timeline:
+def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
     """Predict one execution of a compiled program on the target of its mesh.
 
     Args:
@@ -39,8 +33,6 @@ def timeline(
       mesh: The mesh that it was compiled for, in the order of its devices, with a
         target: ``Mesh(["device"], devices=order, target="h100:2x8")`` where only the
         order of the devices is known.
-      inputs: Values of inputs that choose branches, such as the tables of a pipeline's
-        schedule, by JAX's name of the input in the program.
 
     Raises:
       NoTargetError: [T713] the mesh has no target, so nothing says how fast it is.
@@ -71,7 +63,7 @@ def timeline(
             f"a program for {module.num_devices}",
             fix="pass the mesh that the program was lowered on",
         )
-    return _report(Schedule(module, mesh, mesh.target, inputs), module, mesh.target)
+    return _report(Schedule(module, mesh, mesh.target), module, mesh.target)
 
 
 def _report(schedule: Schedule, module: Module, target: Target) -> Timeline:

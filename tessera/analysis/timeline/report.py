@@ -44,8 +44,8 @@ class Timeline:
       computation: Seconds of operations on the stream of computation, by kind:
         ``matmul``, ``attention`` and ``other``.
       communication: Collectives, by the mesh axes that they run over.
-      conditional: Seconds of computation in branches that data choose: of each such
-        conditional the branch that takes longest is taken.
+      conditional: Seconds of computation in branches that are chosen at run time: each
+        is taken as often as it can be, or else the longest of its conditional always.
       unknown_loops: Loops whose length is known only at run time; each counts once.
       events: What is executed; the iterations of a loop are one event.
     """
@@ -183,8 +183,8 @@ class Timeline:
         if self.conditional > whole / 1000:
             yield (
                 f"  {format_seconds(self.conditional)} of the computation is in "
-                "branches that data choose, each counted as the longest of its "
-                "conditional"
+                "branches that are chosen at run time, each counted as often as it "
+                "can be taken"
             )
         if self.unknown_loops:
             yield f"  {self.unknown_loops} loops of unknown length count once"

@@ -2,22 +2,21 @@
 """Reads the schedule of a compiled program as a sequence of timed steps.
 
 The order of a scheduled module's text is that in which a device executes it. Loops
-remain loops. A conditional has each of its branches as often as constants say that it
-is taken; where data decide, it has the one that takes longest, or the one that is taken
-wherever constants allow it.
+remain loops. A conditional has each of its branches as often as their name scopes say,
+and where they say nothing the one that takes longest.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from tessera.analysis.asynchronous_fusions import Part, channel, part_of
-from tessera.analysis.constant_values import Frame
+from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo import Computation, Instruction, Module
-from tessera.analysis.timeline.device_branches import DeviceBranches
+from tessera.analysis.hlo_walk import Node, Path
+from tessera.analysis.loop_counts import LoopCounts
 from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.transfers import (
     COMPUTATION,
@@ -27,12 +26,13 @@ from tessera.analysis.timeline.transfers import (
     Transfer,
 )
 from tessera.mesh import Mesh
-from tessera.scope import FALLBACK
+from tessera.scope import FALLBACK, TAKEN
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 
 _HOST_MEMORY: Final = ":S(5)"  # in a layout
 _COPIES: Final = ("copy-start", "slice-start", "dynamic-slice-start")
+_SHARE: Final = re.compile(rf"/branch_\d+_fun/{TAKEN}(at_most_)?(\d+)_of_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class Branch:
     Attributes:
       instruction: The ``conditional``.
       parts: The steps of each branch, with the share of executions that take it.
-      is_known: Whether the shares are known; else the longest branch has all.
+      is_known: Whether the shares are known; else they are the most that can be, or the
+        longest branch has all.
     """
 
     instruction: Instruction
@@ -147,44 +148,37 @@ class Schedule:
       module: The program, scheduled.
       mesh: The mesh that it was compiled for, in the order of its devices.
       target: The machine that its devices are of.
-      inputs: Values of inputs, by JAX's name of them.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        mesh: Mesh,
-        target: Target,
-        inputs: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        self._module, self._target, self._inputs = module, target, inputs
+    def __init__(self, module: Module, mesh: Mesh, target: Target) -> None:
+        self._module, self._target = module, target
         self._times = OperationTimes(module, target)
         self._collectives = Collectives(mesh, target)
-        self._devices = DeviceBranches(mesh)
-        self._axes: dict[str, frozenset[str]] = {}
+        self._counts = LoopCounts(Dataflow(module))
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Those of the entry computation."""
-        return self._steps(Frame.entry(self._module, self._inputs))
+        return self._steps(self._module.computations[self._module.entry], ())
 
-    def _steps(self, frame: Frame) -> tuple[Step, ...]:
+    def _steps(self, computation: Computation, outer: Path) -> tuple[Step, ...]:
         return tuple(
             step
-            for instruction in frame.computation.instructions.values()
-            for step in self._step(frame, instruction)
+            for instruction in computation.instructions.values()
+            for step in self._step(Node((*outer, (computation, instruction))))
         )
 
-    def _step(self, frame: Frame, instruction: Instruction) -> Iterator[Step]:
-        opcode, computation = instruction.opcode, frame.computation
+    def _step(self, node: Node) -> Iterator[Step]:
+        instruction, computation = node.instruction, node.computation
+        opcode = instruction.opcode
         if opcode == "while":
-            body = self._steps(frame.body(instruction))
-            yield Loop(instruction, body, frame.count(instruction))
+            body = self._steps(self._module.body(instruction), node.path)
+            yield Loop(instruction, body, self._counts.count(node))
         elif opcode == "conditional":
-            yield self._branch(frame, instruction)
+            yield self._branch(node)
         elif opcode == "call":
             for callee in self._module.callees(instruction):
-                yield from self._steps(frame.call(instruction, callee))
+                yield from self._steps(callee, node.path)
         elif opcode == "fusion":
             yield from self._fusion(computation, instruction)
         elif opcode.endswith("-done"):
@@ -196,51 +190,25 @@ class Schedule:
             if opcode == transfer.kind:
                 yield Wait(instruction.name)
         elif opcode.endswith("-start"):
-            yield from self._asynchronous(frame, instruction)
+            yield from self._asynchronous(node)
         elif not opcode.endswith("-update"):
             yield from self._compute(computation, instruction)
 
-    def _branch(self, frame: Frame, instruction: Instruction) -> Branch:
-        shares = frame.shares(instruction)
-        count = len(self._module.callees(instruction))
-        branches = [
-            self._steps(frame.branch(instruction, number))
-            if shares is None or shares[number]
-            else ()
-            for number in range(count)
-        ]
-        seconds = [serial_seconds(branch) for branch in branches]
-        axes = self._axes_around(frame)
-        if shares is None:
-            shares = self._devices.shares(frame, instruction, seconds, axes)
-        is_known = shares is not None
-        is_fallback = [*map(_is_fallback, self._module.callees(instruction))]
-        if shares is None and count == 2 and sum(is_fallback) == 1:
-            shares = tuple(float(not each) for each in is_fallback)
-        if shares is None:
-            assumed = frame.assuming()
-            shares = self._devices.shares(assumed, instruction, seconds, axes)
-        if shares is None:
+    def _branch(self, node: Node) -> Branch:
+        callees = self._module.callees(node.instruction)
+        branches = [self._steps(callee, node.path) for callee in callees]
+        declared = _declared_shares(node.instruction, callees)
+        shares, is_known = declared if declared else ([], False)
+        is_fallback = [*map(_is_fallback, callees)]
+        if not shares and len(callees) == 2 and sum(is_fallback) == 1:
+            shares = [float(not each) for each in is_fallback]
+        elif not shares:
+            seconds = [serial_seconds(branch) for branch in branches]
             longest = seconds.index(max(seconds))
-            shares = tuple(float(number == longest) for number in range(count))
+            shares = [float(number == longest) for number in range(len(branches))]
         parts = zip(shares, branches, strict=True)
         taken = tuple((share, branch) for share, branch in parts if share)
-        return Branch(instruction, taken, is_known)
-
-    def _axes_around(self, frame: Frame) -> frozenset[str]:
-        """The axes over which iterations of the loop around a frame communicate."""
-        while frame.caller is not None and frame.caller[1].opcode != "while":
-            frame = frame.caller[0]
-        found = frame.computation
-        if found.name not in self._axes:
-            transfers = (
-                self._collectives.transfer(found, each)
-                for each in found.instructions.values()
-            )
-            self._axes[found.name] = frozenset(
-                axis for each in transfers if each for axis in each.axes
-            )
-        return self._axes[found.name]
+        return Branch(node.instruction, taken, is_known)
 
     def _compute(
         self, computation: Computation, instruction: Instruction
@@ -287,15 +255,16 @@ class Schedule:
                     return found
         return None
 
-    def _asynchronous(self, frame: Frame, instruction: Instruction) -> Iterator[Step]:
+    def _asynchronous(self, node: Node) -> Iterator[Step]:
         """A start of what a computation of its own describes."""
+        instruction = node.instruction
         if inner := self._collective_in(instruction):
             transfer = self._collectives.transfer(*inner, instruction)
             assert transfer is not None
             yield Start(instruction.name, transfer)
             return
         seconds = sum(
-            serial_seconds(self._steps(frame.call(instruction, callee)))
+            serial_seconds(self._steps(callee, node.path))
             for callee in self._module.callees(instruction)
         )
         if seconds:
@@ -327,3 +296,24 @@ def _end_key(computation: Computation, instruction: Instruction) -> str:
 def _is_fallback(branch: Computation) -> bool:
     """Whether data have to demand a branch; see ``scope.FALLBACK``."""
     return any(FALLBACK in each.op_name for each in branch.instructions.values())
+
+
+def _declared_shares(
+    conditional: Instruction, branches: Sequence[Computation]
+) -> tuple[list[float], bool] | None:
+    """How often each branch is taken, and whether exactly so; see ``scope.TAKEN``.
+
+    A branch that says nothing is taken wherever no other is.
+    """
+    shares: list[float | None] = []
+    is_exact = True
+    for branch in branches:
+        names = (each.op_name for each in branch.instructions.values())
+        inside = (name.removeprefix(conditional.op_name) for name in names)
+        found = next(filter(None, map(_SHARE.match, inside)), None)
+        shares.append(int(found[2]) / int(found[3]) if found else None)
+        is_exact &= not (found and found[1])
+    if shares.count(None) != 1:
+        return None
+    rest = 1.0 - sum(filter(None, shares))
+    return [rest if share is None else share for share in shares], is_exact

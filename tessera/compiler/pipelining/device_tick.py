@@ -184,10 +184,17 @@ class Device:
         cotangents = store(carry.cotangents, carry.cotangent, row["receive_backward"])
         return replace(carry, inputs=inputs, cotangents=cotangents)
 
-    def forward(self, carry: Carry, row: Row) -> Tree:
-        """The wire for the next stage; the last stage runs in its backward alone."""
+    def forward(self, carry: Carry, row: Row, taken: str) -> Tree:
+        """The wire for the next stage; the last stage runs in its backward alone.
+
+        Args:
+          carry: The state after the last tick.
+          row: The device's row of the table.
+          taken: The name scope of the work; see ``scope.TAKEN``.
+        """
         stage = self.stage_of(row["forward_chunk"])
 
+        @jax.named_scope(taken)
         def work() -> Tree:
             wire = read(carry.inputs, row["forward_slot"])
             micro = self.micro(row["forward_micro"])
@@ -203,11 +210,12 @@ class Device:
         is_active = (row["forward_micro"] >= 0) & (stage < self.last_stage)
         return jax.lax.cond(is_active, work, self.empty_wire)
 
-    def backward(self, carry: Carry, row: Row) -> tuple[Carry, Tree]:
+    def backward(self, carry: Carry, row: Row, taken: str) -> tuple[Carry, Tree]:
         """The sums with this tick's backward, and the cotangent to send back."""
         chunk, number = row["backward_chunk"], row["backward_micro"]
         stage = self.stage_of(chunk)
 
+        @jax.named_scope(taken)
         def work(sums: Gradients, residuals: Tree) -> tuple[Gradients, Tree, Tree]:
             received = read(carry.cotangents, row["cotangent_slot"])
             is_last = stage == self.last_stage
@@ -266,10 +274,11 @@ class Device:
         of_weights, back = pull_back(cotangents)
         return back, results, of_weights
 
-    def weight_backward(self, carry: Carry, row: Row) -> Carry:
+    def weight_backward(self, carry: Carry, row: Row, taken: str) -> Carry:
         """The sums with this tick's weight gradient, where the backward is split."""
         chunk, number = row["weight_chunk"], row["weight_micro"]
 
+        @jax.named_scope(taken)
         def work(sums: Gradients) -> Gradients:
             packed = read(carry.residuals, row["weight_slot"])
             stage, micro = self.stage_of(chunk), self.micro(number)

@@ -18,7 +18,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 2104.04473; zero bubble, arXiv 2401.10241.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from tessera.compiler.pipelining.ring_buffers import add, ring_buffer, store, ze
 from tessera.compiler.pipelining.schedule_table import Kind, Schedule
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import map_free_axes, region_mesh
+from tessera.scope import TAKEN
 from tessera.shard_spec import axes_of_dims, spec_over
 from tessera.tree import Tree
 
@@ -185,20 +186,23 @@ def _own_stage(array: Array) -> Array:
 def _run_ticks(device: Device) -> Gradients:
     """The sums of one device after all ticks."""
 
-    def tick(kinds: Sequence[Kind], carry: Carry, row: Row) -> tuple[Carry, None]:
+    def tick(taken: Mapping[Kind, str], carry: Carry, row: Row) -> tuple[Carry, None]:
         carry, activation, cotangent = device.store_received(carry, row), None, None
-        if "F" in kinds:
-            activation = device.forward(carry, row)
-        if "B" in kinds:
-            carry, cotangent = device.backward(carry, row)
-        if "W" in kinds:
-            carry = device.weight_backward(carry, row)
+        if "F" in taken:
+            activation = device.forward(carry, row, taken["F"])
+        if "B" in taken:
+            carry, cotangent = device.backward(carry, row, taken["B"])
+        if "W" in taken:
+            carry = device.weight_backward(carry, row, taken["W"])
         return device.send_recv(carry, activation, cotangent), None
 
     carry, rows = device.initial_carry(), _rows(device)
     for kinds, ticks in device.schedule.phases:
         part = {name: column[ticks] for name, column in rows.items()}
-        carry, _ = jax.lax.scan(partial(tick, kinds), carry, part)
+        busy = {kind: device.schedule.busy_ticks(kind, ticks) for kind in kinds}
+        count = ticks.stop - ticks.start
+        taken = {kind: f"{TAKEN}{each}_of_{count}" for kind, each in busy.items()}
+        carry, _ = jax.lax.scan(partial(tick, taken), carry, part)
     return carry.sums
 
 

@@ -132,6 +132,16 @@ class Schedule:
             return ((kinds, slice(0, self.ticks)),)
         return (kinds[:1], slice(0, turn)), (kinds[1:], slice(turn, self.ticks))
 
+    def busy_ticks(self, kind: Kind, ticks: slice) -> int:
+        """In how many of some ticks a device does work of a kind.
+
+        The forward of the last virtual stage does not count: it is in its backward.
+        """
+        micro, chunk = np.moveaxis(self.table(kind)[ticks], -1, 0)
+        stage = chunk * self.stages + np.arange(self.stages)
+        works = (micro >= 0) & ((kind != "F") | (stage < self.virtual_stages - 1))
+        return int(works.any(axis=1).sum())
+
     @cached_property
     def slots(self) -> Slots:
         """The ring buffers that the schedule needs; see :class:`Slots`."""

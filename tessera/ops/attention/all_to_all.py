@@ -42,7 +42,8 @@ class AllToAll:
         """The output of this device's queries; see ``KeyExchange.forward``."""
         q_whole, k_whole, v_whole = (self._to_heads(x) for x in (q, k, v))
         queries, keys, tiling = self._blocks(q_whole, k_whole, v_whole, segments)
-        out, lse = attend_blocks(queries, keys, mask_of(self.sharding, window))
+        mask = mask_of(self.sharding, window, tiling.count)
+        out, lse = attend_blocks(queries, keys, mask)
         # Copied heads are not saved: they are larger than the operands.
         is_copied = k_whole.size > k.size
         return self._to_sequence(tiling.unheads(out).astype(q.dtype)), Residuals(
@@ -76,7 +77,7 @@ class AllToAll:
             self._as_whole(lse[..., None])[..., 0],
             self._exchange(delta_of(out, dout)[..., None])[..., 0],
         )
-        mask = mask_of(self.sharding, window)
+        mask = mask_of(self.sharding, window, tiling.count)
         gradients = block_gradients(queries, outputs, keys, mask)
         dq, dk, dv = map(tiling.unheads, gradients)
         return (

@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from tessera import _jax
 from tessera.ops.attention.tiling import Rows, Tiling
+from tessera.scope import TAKEN
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -127,6 +128,8 @@ class Mask:
       skips_by_segments: Whether blocks without a common segment are skipped. Where a
         batch is sharded by the compiler, the check would need a collective for each
         pair of blocks.
+      blocks: Of a sequence that attends to itself, into how many blocks it is cut on
+        all devices together, so that predictions know how many pairs are skipped.
     """
 
     causal: bool
@@ -134,6 +137,7 @@ class Mask:
     scale: float = 1.0
     soft_cap: float | None = None
     skips_by_segments: bool = True
+    blocks: int | None = None
 
     def scores(self, products: Array) -> Array:
         """The scores of products of queries and keys."""
@@ -202,10 +206,16 @@ def _visibility(queries: Rows, keys: Rows, mask: Mask) -> Array:
     return jax.vmap(jax.vmap(kind, (None, 0)), (0, None))(queries, keys)
 
 
-def _by_visibility(kind: Array, compute: Callable[..., Any], unchanged: Any) -> Any:
+def _by_visibility(
+    kind: Array, compute: Callable[..., Any], unchanged: Any, mask: Mask
+) -> Any:
     """``compute(masked=…)`` of a pair of blocks; ``unchanged`` if it is all masked."""
-    branches = partial(compute, masked=False), partial(compute, masked=True)
-    return lax.switch(kind, (*branches, lambda: unchanged))
+    every, some = partial(compute, masked=False), partial(compute, masked=True)
+    if mask.causal and (count := mask.blocks):
+        bound = f"{TAKEN}at_most_{{}}_of_{count**2}"
+        every = jax.named_scope(bound.format(count * (count - 1) // 2))(every)
+        some = jax.named_scope(bound.format(count))(some)
+    return lax.switch(kind, (every, some, lambda: unchanged))
 
 
 def attend_blocks(queries: Queries, keys: Keys, mask: Mask) -> tuple[Array, Array]:
@@ -222,7 +232,7 @@ def fold(state: Softmax, queries: Queries, keys: Keys, mask: Mask) -> Softmax:
         def one_key_block(state: Softmax, block: tuple[Keys, Array]) -> Any:
             keys, kind = block
             fold_block = partial(_fold_block, state, queries, keys, mask)
-            return _by_visibility(kind, fold_block, state), None
+            return _by_visibility(kind, fold_block, state, mask), None
 
         return None, lax.scan(one_key_block, state, (keys, kinds))[0]
 
@@ -266,7 +276,7 @@ def fold_gradients(
             add = partial(
                 _add_gradients, before, queries, transposed, outputs, keys, mask
             )
-            dq, dk, dv = _by_visibility(kind, add, before)
+            dq, dk, dv = _by_visibility(kind, add, before, mask)
             dk_blocks = lax.dynamic_update_index_in_dim(dk_blocks, dk, n, 0)
             dv_blocks = lax.dynamic_update_index_in_dim(dv_blocks, dv, n, 0)
             return (dq, dk_blocks, dv_blocks), None

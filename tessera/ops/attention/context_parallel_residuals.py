@@ -46,9 +46,9 @@ class Residuals(NamedTuple):
     lse: Array
 
 
-def mask_of(sharding: ContextSharding, window: Array) -> Mask:
-    """The mask of a layer with this window."""
-    return Mask(sharding.causal, window, soft_cap=sharding.soft_cap)
+def mask_of(sharding: ContextSharding, window: Array, blocks: int | None) -> Mask:
+    """The mask of a layer with this window; ``blocks`` as in ``Mask``."""
+    return Mask(sharding.causal, window, soft_cap=sharding.soft_cap, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,10 @@ class KeyExchange(ABC):
         self, length: int, segments: Array | None
     ) -> tuple[tuple[Tiling, Rows], tuple[Tiling, Callable[[Any], Rows]]]:
         """How queries, and keys after some hops, are cut into blocks."""
+
+    def whole_blocks(self, tiling: Tiling) -> int | None:
+        """Blocks of the sequence of which this device's queries are so cut."""
+        return tiling.count * self.sharding.arrangement.size
 
     def collect_vjp(self, kv: Array) -> tuple[Array, Callable[[Array], Array]]:
         """:meth:`collect`, and its transpose for wide gradients after all hops."""
@@ -109,7 +113,7 @@ class KeyExchange(ABC):
           ``[B, S, H, K]``, and the residuals for :meth:`backward`.
         """
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
-        mask = mask_of(self.sharding, window)
+        mask = mask_of(self.sharding, window, self.whole_blocks(tiling))
         queries = Queries(tiling.heads(q, k.shape[2]), rows)
 
         def fold_in(state: Softmax, wire: Array, hop: Any) -> Softmax:
@@ -137,7 +141,8 @@ class KeyExchange(ABC):
         """Gradients of ``q``, ``k`` and ``v``, from the output and its gradient."""
         q, k, v, lse = residuals
         (tiling, rows), (key_tiling, key_rows) = self.blocks(q.shape[1], segments)
-        mask, groups = mask_of(self.sharding, window), k.shape[2]
+        mask = mask_of(self.sharding, window, self.whole_blocks(tiling))
+        groups = k.shape[2]
         queries = Queries(tiling.heads(q, groups), rows)
         outputs = OutputGradients.of(tiling, groups, dout, lse, delta_of(out, dout))
 

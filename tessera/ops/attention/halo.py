@@ -85,6 +85,10 @@ class Halo(KeyExchange):
         extended = jnp.concatenate([halos, chunks], axis=3)
         return extended.reshape(*kv.shape[:2], -1, *kv.shape[3:])
 
+    def whole_blocks(self, tiling: Tiling) -> int | None:
+        """Unknown: keys are cut in another way than queries."""
+        return None
+
     def _from(self, tail: Array, offset: int) -> Array:
         """The tail of the device at rank + offset; zeros where there is none."""
         size, axis = self.sharding.arrangement.size, self.sharding.axis

@@ -108,6 +108,7 @@ class _Call(NamedTuple):
         if window is None:
             fixed = NO_WINDOW if options.window is None else options.window
             window = jnp.int32(fixed)
+        is_whole = rows == columns and not options.offset and operands.offset is None
         return cls(
             rows,
             columns,
@@ -119,5 +120,6 @@ class _Call(NamedTuple):
                 options.scale,
                 options.soft_cap,
                 skips_by_segments=False,
+                blocks=rows.count if is_whole else None,
             ),
         )

@@ -62,7 +62,7 @@ def test_the_text_has_the_costliest_operations_and_the_totals():
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"conditional": 1.5}, "1.50 s of the computation is in branches that data"),
+        ({"conditional": 1.5}, "1.50 s of the computation is in branches that are"),
         ({"unknown_loops": 2}, "2 loops of unknown length count once"),
     ],
 )

@@ -5,7 +5,6 @@ import pytest
 
 from tessera.analysis.hlo import parse
 from tessera.analysis.timeline.schedule import (
-    Branch,
     Compute,
     Loop,
     Schedule,
@@ -204,7 +203,7 @@ ENTRY e {
         ),
     ],
 )
-def test_a_loop_has_the_length_that_the_program_or_its_constants_say(
+def test_a_loop_has_the_length_that_the_program_or_its_condition_says(
     begin, config, count
 ):
     steps = steps_of(LOOP.replace("BEGIN", begin).replace("CONFIG", config))
@@ -227,12 +226,28 @@ ENTRY e {
 }"""
 
 
-def test_constants_choose_a_branch():
-    (found,) = steps_of(CONDITIONAL.replace("NUMBER", "constant(0)"))
-    assert isinstance(found, Branch)
-    assert found.is_known
-    ((share, body),) = found.parts
-    assert (share, told(body)) == (1.0, ["y"])
+@pytest.mark.parametrize(
+    ("scope", "is_known"),
+    [("tessera_taken_3_of_4", True), ("tessera_taken_at_most_3_of_4", False)],
+)
+def test_a_branch_says_in_its_name_scope_how_often_it_is_taken(scope, is_known):
+    name = f'metadata={{op_name="jit(f)/cond/branch_1_fun/{scope}/cos"}}'
+    text = CONDITIONAL.replace("negate(y)", f"negate(y), {name}")
+    text = text.replace("long}", 'long}, metadata={op_name="jit(f)/cond"}')
+    (found,) = steps_of(text.replace("NUMBER", "parameter(1)"))
+    assert found.is_known == is_known
+    assert [(share, told(body)) for share, body in found.parts] == [
+        (0.25, ["y"]),
+        (0.75, ["y", "z"]),
+    ]
+
+
+def test_the_name_scope_of_an_inner_branch_says_nothing_of_the_outer_one():
+    name = "jit(f)/cond/branch_1_fun/cond/branch_1_fun/tessera_taken_1_of_4/cos"
+    text = CONDITIONAL.replace("negate(y)", f'negate(y), metadata={{op_name="{name}"}}')
+    text = text.replace("long}", 'long}, metadata={op_name="jit(f)/cond"}')
+    (found,) = steps_of(text.replace("NUMBER", "parameter(1)"))
+    assert not found.is_known
 
 
 def test_of_branches_that_data_choose_the_longest_is_taken():
@@ -249,57 +264,3 @@ def test_a_fallback_is_not_taken_where_data_choose():
     (found,) = steps_of(text.replace("NUMBER", "parameter(1)"))
     ((share, body),) = found.parts
     assert (found.is_known, share, told(body)) == (False, 1.0, ["y"])
-
-
-SKIPS = """busy {
-  ROOT x = f32[1000] parameter(0)
-}
-idle {
-  p = f32[1000] parameter(0)
-  ROOT n = f32[1000] negate(p)
-}
-body {
-  p = (s32[], f32[1000], pred[]) parameter(0)
-  i = s32[] get-tuple-element(p), index=0
-  x = f32[1000] get-tuple-element(p), index=1
-  data = pred[] get-tuple-element(p), index=2
-  three = s32[] constant(3)
-  early = pred[] compare(i, three), direction=LT
-  taken = pred[] OPERATION
-  y = f32[1000] conditional(taken, x, x), branch_computations={idle, busy}
-  one = s32[] constant(1)
-  j = s32[] add(i, one)
-  ROOT t = (s32[], f32[1000], pred[]) tuple(j, y, data)
-}
-condition {
-  p = (s32[], f32[1000], pred[]) parameter(0)
-  i = s32[] get-tuple-element(p), index=0
-  n = s32[] constant(12)
-  ROOT c = pred[] compare(i, n), direction=LT
-}
-ENTRY e {
-  x = f32[1000] parameter(0)
-  data = pred[] parameter(1)
-  zero = s32[] constant(0)
-  t = (s32[], f32[1000], pred[]) tuple(zero, x, data)
-  ROOT w = (s32[], f32[1000], pred[]) while(t), condition=condition, body=body
-}"""
-
-
-@pytest.mark.parametrize(
-    ("operation", "is_known", "share"),
-    [
-        ("and(early, early)", True, 0.25),
-        # As often as constants allow it, whatever the data say.
-        ("and(early, data)", False, 0.25),
-        ("and(data, data)", False, 1.0),
-        ("or(early, data)", False, 1.0),
-    ],
-)
-def test_constants_bound_how_often_a_branch_of_data_is_taken(
-    operation, is_known, share
-):
-    (loop,) = steps_of(SKIPS.replace("OPERATION", operation))
-    (branch,) = [each for each in loop.body if isinstance(each, Branch)]
-    assert branch.is_known == is_known
-    assert sum(s for s, body in branch.parts if body) == pytest.approx(share)

@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis import hlo
 from tessera.analysis.ledger import collectives
+from tessera.analysis.timeline.schedule import Branch, Loop
+from tessera.analysis.timeline.schedule import Schedule as TimedSteps
 from tessera.compiler.pipelining import Op, Schedule, custom, schedule
 from tessera.compiler.pipelining.device_tick import Gradients, Stages
 from tessera.compiler.pipelining.schedule_loop import Pipeline
@@ -353,3 +355,22 @@ def test_each_tick_sends_one_wire_in_each_direction_that_it_works_in(
     # Under gpipe all forwards come first, and nothing is sent back among them.
     calls = ticks // 2 if name == "gpipe" else ticks
     assert [row.calls for row in sent] == [calls] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        # The forward of the last stage is in its backward.
+        ("gpipe", {8 / 9, 1.0}),
+        ("1f1b", {8 / 10, 9 / 10}),
+    ],
+)
+@pytest.mark.usefixtures("compiled_here")  # for its name scopes
+def test_the_timeline_has_each_kind_of_work_in_the_ticks_of_the_table(name, shares):
+    mesh = Mesh(["pp"], shape=(2,), target="cpu:2")
+    module = hlo.parse(compiled.__wrapped__(name, 8).as_text())
+    steps = TimedSteps(module, mesh, mesh.target).steps
+    inside = [step for loop in steps if isinstance(loop, Loop) for step in loop.body]
+    works = [step for step in inside if isinstance(step, Branch)]
+    assert all(step.is_known for step in works)
+    assert {max(share for share, _ in step.parts) for step in works} == shares

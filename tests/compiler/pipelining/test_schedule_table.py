@@ -65,3 +65,12 @@ def test_schedules_with_the_same_table_are_equal_and_hash_alike():
     assert schedule("1f1b", 2, 4) == schedule("1f1b", 2, 4)
     assert hash(schedule("1f1b", 2, 4)) == hash(schedule("1f1b", 2, 4))
     assert schedule("1f1b", 2, 4) != schedule("1f1b", 2, 5)
+
+
+def test_ticks_are_busy_in_which_one_device_works():
+    every = slice(0, 5)
+    table = schedule("1f1b", 2, 3)
+    # The last stage's forward is in its backward: F2 of device 1 is alone in no tick.
+    busy = {kind: table.busy_ticks(kind, every) for kind in ("F", "B", "W")}
+    assert busy == {"F": 3, "B": 4, "W": 0}
+    assert table.busy_ticks("B", slice(0, 2)) == 1

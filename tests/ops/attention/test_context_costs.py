@@ -14,7 +14,13 @@ import tessera as ts
 from tessera import op
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
-from tessera.ops.attention.blockwise import Mask
+from tessera.ops.attention.blockwise import (
+    Keys,
+    Mask,
+    Queries,
+    _visibility,
+    attend_blocks,
+)
 from tessera.ops.attention.context_parallel_variants import NO_WINDOW
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.ops.attention.zigzag import Arrangement
@@ -215,3 +221,18 @@ def test_a_block_of_another_document_is_skipped():
     assert mask.any_visible(at, at)
     assert not mask.any_visible(at, other)
     assert mask.any_visible(mixed, other)
+
+
+def test_predictions_know_how_many_pairs_of_blocks_are_computed():
+    tiling = Tiling(1, 512)
+    x = jnp.ones((tiling.count, 1, 1, tiling.rows, 8))
+    rows = Rows.of(tiling, jnp.arange(512, dtype=jnp.int32), None)
+    mask = Mask(True, jnp.int32(NO_WINDOW), blocks=tiling.count)
+
+    def attend(x):
+        return attend_blocks(Queries(x, rows), Keys(x, x, rows), mask)
+
+    text = jax.jit(attend).lower(x).as_text(debug_info=True)
+    kinds = np.asarray(_visibility(rows, rows, mask)).ravel()
+    for count in np.bincount(kinds)[:2]:
+        assert f"tessera_taken_at_most_{count}_of_{kinds.size}" in text
