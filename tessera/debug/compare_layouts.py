@@ -6,24 +6,23 @@ a time as fit a limit. The values on two meshes are compared in the order in whi
 are computed.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from difflib import SequenceMatcher
+from typing import Any, Final, TypeAlias
 
-from tessera.debug.differences import (
-    Difference,
-    MeshComparison,
-    Report,
-    Tolerance,
-    difference,
-)
+from tessera.debug.differences import Difference, MeshComparison, Report, difference
 from tessera.debug.intermediates import Site
-from tessera.debug.mesh_runs import MeshRun, aligned, chunks, paired_values
-from tessera.debug.region_diagnosis import diagnose
+from tessera.debug.mesh_runs import MeshRun
 from tessera.errors import NoMeshError
 from tessera.mesh import Mesh
 
 __all__ = ["compare_layouts"]
+
+MAX_BYTES: Final = 2**28
+
+# The numbers of a value on the reference, and of the same on another mesh.
+Pair: TypeAlias = tuple[int, int]
 
 
 def compare_layouts(
@@ -76,8 +75,7 @@ def compare_layouts(
     args = batch if isinstance(batch, tuple) else (batch,)
     reference = MeshRun.on(first, step, args)
     runs = [MeshRun.on(mesh, step, args) for mesh in others]
-    tolerance = Tolerance(rtol, atol)
-    comparisons = tuple(_compare(reference, run, tolerance) for run in runs)
+    comparisons = tuple(_compare(reference, run, rtol, atol) for run in runs)
     return Report(reference.traced.graph.name, first, comparisons)
 
 
@@ -97,38 +95,52 @@ def _meshes(meshes: Mesh | Sequence[Mesh | None]) -> list[Mesh]:
     return [one if mesh is None else mesh for mesh in listed]
 
 
-def _compare(reference: MeshRun, run: MeshRun, tolerance: Tolerance) -> MeshComparison:
+def _compare(
+    reference: MeshRun, run: MeshRun, rtol: float | None, atol: float | None
+) -> MeshComparison:
     """Compare one mesh with the reference, up to the first difference."""
-    every = aligned(reference.sites, run.sites)
-    pairs = [pair for pair in every if _is_comparable(*pair)]
+    sites, others = reference.sites, run.sites
+    paired = _paired(sites, others)
+    pairs = [(i, j) for i, j in paired if _is_comparable(sites[i], others[j])]
     differences: list[Difference] = []
-    largest, largest_at = 0.0, None
-    for chunk in chunks(pairs):
+    for chunk in _chunks(sites, pairs):
         # A loop's first difference may be in a later operation of an earlier iteration.
-        equation = chunk[0][0].position[0]
-        if differences and equation > differences[-1].site.position[0]:
+        if differences and sites[chunk[0][0]].when()[0] > differences[-1].when[0]:
             break
-        for site, other, expected, values in paired_values(reference, run, chunk):
-            differs, share = difference(site, other, expected, values, tolerance)
-            if differs is not None:
+        expected = reference.values([i for i, _ in chunk])
+        values = run.values([j for _, j in chunk])
+        for (i, _), one, two in zip(chunk, expected, values, strict=True):
+            if differs := difference(sites[i], one, two, rtol, atol):
                 differences.append(differs)
-            elif share > largest:
-                largest, largest_at = share, site
-    differences.sort(key=lambda each: each.when)
-    if differences and reference.mesh.size == 1 and differences[0].site.inside:
-        pair = next(pair for pair in pairs if pair[0] is differences[0].site)
-        lines = diagnose(reference, run, pair, differences[0], tolerance)
-        differences[0] = replace(differences[0], diagnosis=tuple(lines))
     return MeshComparison(
         mesh=run.mesh,
-        differences=tuple(differences),
+        differences=tuple(sorted(differences, key=lambda each: each.when)),
         compared=len(pairs),
-        alone=len(reference.sites) + len(run.sites) - 2 * len(every),
-        largest=largest,
-        largest_at=largest_at,
+        alone=len(sites) + len(others) - 2 * len(paired),
     )
 
 
+def _paired(sites: Sequence[Site], others: Sequence[Site]) -> list[Pair]:
+    """The values that two programs share, matched by operation, line and name scope."""
+    keys, other_keys = (
+        [(site.operation, site.source, site.path, site.result) for site in each]
+        for each in (sites, others)
+    )
+    if keys == other_keys:
+        return [(number, number) for number in range(len(keys))]
+    matcher = SequenceMatcher(None, keys, other_keys, autojunk=False)
+    blocks = matcher.get_matching_blocks()
+    return [(each.a + i, each.b + i) for each in blocks for i in range(each.size)]
+
+
 def _is_comparable(site: Site, other: Site) -> bool:
-    """Whether both values are global; residuals of SPMD regions may be blocks."""
-    return site.full_shape == other.full_shape or not site.is_residual
+    """Whether both values are global: what SPMD regions save may be blocks."""
+    return site.full_shape == other.full_shape or site.operation != "shard_map"
+
+
+def _chunks(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Pairs in order, in chunks of about ``MAX_BYTES``."""
+    before = itertools.accumulate((sites[i].nbytes for i, _ in pairs), initial=0)
+    chunks = [nbytes // MAX_BYTES for nbytes in before]
+    grouped = itertools.groupby(zip(chunks, pairs, strict=False), lambda both: both[0])
+    return [[pair for _, pair in chunk] for _, chunk in grouped]

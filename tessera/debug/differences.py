@@ -13,34 +13,10 @@ from tessera.analysis.source_lines import short
 from tessera.debug.intermediates import Site
 from tessera.mesh import Mesh
 
-__all__ = ["Difference", "MeshComparison", "Report", "Tolerance"]
+__all__ = ["Difference", "MeshComparison", "Report"]
 
 _MAX_LATER: Final = 5
 Array: TypeAlias = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far two floating-point numbers may be apart; others have to be equal.
-
-    Attributes:
-      rtol: Relative error; None is the square root of the machine epsilon of the
-        coarsest dtype that was computed in up to it, which is half of its digits.
-      atol: Absolute error allowed in addition; None is ``rtol`` of the largest number
-        of the array, because a difference has the error of what it was computed from.
-    """
-
-    rtol: float | None = None
-    atol: float | None = None
-
-    def allowed(self, site: Site, expected: Array) -> Array:
-        """The largest error of each element."""
-        if not site.epsilon or not jnp.issubdtype(site.dtype, jnp.inexact):
-            return np.zeros(expected.shape)
-        sizes = np.where(np.isfinite(expected), np.abs(expected), 0.0)
-        rtol = math.sqrt(site.epsilon) if self.rtol is None else self.rtol
-        atol = rtol * sizes.max(initial=0.0) if self.atol is None else self.atol
-        return atol + rtol * sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +36,6 @@ class Difference:
       expected: The number there on the reference.
       count: How many elements differ.
       shape: Its shape, where that is not the reference's.
-      diagnosis: What is wrong in an SPMD region, as far as the numbers show: lines,
-        each with what it is about.
     """
 
     site: Site
@@ -74,18 +48,18 @@ class Difference:
     expected: Any = None
     count: int = 0
     shape: tuple[int, ...] | None = None
-    diagnosis: tuple[tuple[str, str], ...] = ()
 
     def as_lines(self) -> list[str]:
         """The operation, its source line, the error, and its index."""
         site = self.site
         path = f" in {site.path}" if site.path else ""
-        lines = [f"operation  {site.operation}: {_typed(site, site.shape)}{path}"]
+        shape = ",".join(map(str, site.shape))
+        lines = [f"operation  {site.operation}: {site.dtype.name}[{shape}]{path}"]
         if site.source:
             lines.append(f"line       {short(site.source)}")
         if site.inside:
-            lines.append(f"inside     made by {shortened(site.inside)}")
-        lines += [f"{head:9}  {text}" for head, text in self.diagnosis]
+            operation, _, source = site.inside.partition(" at ")
+            lines.append(f"inside     made by {operation} at {short(source)}")
         if self.shape is not None:
             return [*lines, f"shape      {list(self.shape)}, not {list(site.shape)}"]
         where = list(self.index) if self.index else "the only element"
@@ -107,41 +81,47 @@ class Difference:
 
 
 def difference(
-    site: Site, other: Site, expected: Array, value: Array, tolerance: Tolerance
-) -> tuple[Difference | None, float]:
+    site: Site,
+    expected: Array,
+    value: Array,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Difference | None:
     """Compare the values of one operation on two meshes.
 
     Args:
       site: The operation on the reference.
-      other: The same operation on the other mesh.
       expected: Its values on the reference; loops around it are leading dims.
       value: Its values on the other mesh.
-      tolerance: What is no difference.
-
-    Returns:
-      The difference or None, and the largest error as a share of what is allowed.
+      rtol: Relative error that is no difference; see ``compare_layouts``.
+      atol: The same, absolute.
     """
     if expected.shape != value.shape:
-        first = (0,) * len(site.iterations)
-        differs = Difference(
-            site=site, when=site.when(first), iterations=first, shape=other.shape
-        )
-        return differs, math.inf
-    expected, value = wide(expected), wide(value)
-    allowed = tolerance.allowed(site, expected)
+        depth = len(site.loops)
+        first, shape = (0,) * depth, value.shape[depth:]
+        return Difference(site=site, when=site.when(), iterations=first, shape=shape)
+    wide = np.complex128 if expected.dtype.kind == "c" else np.float64
+    expected, value = expected.astype(wide), value.astype(wide)
+    allowed = _allowed(site, expected, rtol, atol)
     same = (value == expected) | (np.isnan(value) & np.isnan(expected))
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.where(same, 0.0, np.abs(value - expected))
     error = np.where(np.isnan(error), math.inf, error)
     wrong = error > allowed
     if not wrong.any():
-        inexact = allowed > 0
-        return None, float((error[inexact] / allowed[inexact]).max(initial=0.0))
-    steps, iterations = _first_iteration(site, wrong)
+        return None
+    # The first iteration in time: a reversed loop begins with the last index.
+    each = wrong.reshape(*wrong.shape[: len(site.loops)], -1).any(axis=-1)
+    flipped = tuple(axis for axis, loop in enumerate(site.loops) if loop.is_reversed)
+    steps = tuple(map(int, np.argwhere(np.flip(each, flipped))[0]))
+    iterations = tuple(
+        loop.length - 1 - step if loop.is_reversed else step
+        for loop, step in zip(site.loops, steps, strict=True)
+    )
     wrong, error = wrong[iterations], np.where(wrong, error, -1.0)[iterations]
     index = tuple(map(int, np.unravel_index(int(error.argmax()), error.shape)))
     at = (*iterations, *index)
-    differs = Difference(
+    return Difference(
         site=site,
         when=site.when(steps),
         iterations=iterations,
@@ -152,27 +132,22 @@ def difference(
         expected=expected[at].item(),
         count=int(wrong.sum()),
     )
-    return differs, math.inf
 
 
-def wide(array: Array) -> Array:
-    """The same numbers in a dtype that can represent their differences."""
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+def _allowed(
+    site: Site, expected: Array, rtol: float | None, atol: float | None
+) -> Array:
+    """The largest error of each element: none of integers, half of the digits else.
 
-
-def _first_iteration(
-    site: Site, wrong: Array
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first iteration with a difference: its number in time, and its index."""
-    loops = site.iterations
-    each = wrong.reshape(*wrong.shape[: len(loops)], -1).any(axis=-1)
-    flipped = tuple(axis for axis, loop in enumerate(loops) if loop.is_reversed)
-    steps = tuple(map(int, np.argwhere(np.flip(each, flipped))[0]))
-    indices = tuple(
-        loop.length - 1 - step if loop.is_reversed else step
-        for loop, step in zip(loops, steps, strict=True)
-    )
-    return steps, indices
+    A number has the error of what it was computed from, so a share of the largest
+    number of the array is allowed too.
+    """
+    if not site.epsilon or not jnp.issubdtype(site.dtype, jnp.inexact):
+        return np.zeros(expected.shape)
+    sizes = np.where(np.isfinite(expected), np.abs(expected), 0.0)
+    rtol = math.sqrt(site.epsilon) if rtol is None else rtol
+    atol = rtol * sizes.max(initial=0.0) if atol is None else atol
+    return atol + rtol * sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +160,12 @@ class MeshComparison:
         those that were computed in the same run.
       compared: How many operations both meshes have.
       alone: How many operations only one of the two meshes has.
-      largest: The largest error that is no difference, as a share of what is allowed.
-      largest_at: The operation that has it.
     """
 
     mesh: Mesh
     differences: tuple[Difference, ...]
     compared: int
     alone: int
-    largest: float
-    largest_at: Site | None
 
     @property
     def first(self) -> Difference | None:
@@ -203,32 +174,21 @@ class MeshComparison:
 
     def as_lines(self) -> list[str]:
         """The comparison in lines."""
-        lines = [f"{self.mesh.topology}: {self._verdict()}"]
-        if self.first is not None:
-            lines += [f"  {line}" for line in self.first.as_lines()]
-            lines += [f"  {line}" for line in self._later()]
+        title = f"{self.mesh.topology}: "
+        if self.first is None:
+            lines = [f"{title}no difference in {self.compared} operations"]
+        else:
+            later, results = list[str](), list[str]()
+            for each in self.differences[1:]:
+                is_output = each.site.operation == "output"
+                (results if is_output else later).append(each.as_phrase())
+            own = [*self.first.as_lines(), *_listed("then", later)]
+            own += _listed("results", results)
+            lines = [f"{title}the first difference", *(f"  {line}" for line in own)]
         if self.alone:
             verb = "operation has" if self.alone == 1 else "operations have"
             lines.append(f"  {self.alone} {verb} no counterpart")
         return lines
-
-    def _verdict(self) -> str:
-        if self.first is not None:
-            return "the first difference"
-        text = f"no difference in {self.compared} operations"
-        if self.largest_at is None or not self.largest:
-            return f"{text}; all are equal"
-        source = self.largest_at.source
-        line = f" at {short(source)}" if source else ""
-        return (
-            f"{text}; the largest error is {self.largest:.2g} of what is allowed, "
-            f"in {self.largest_at.operation}{line}"
-        )
-
-    def _later(self) -> list[str]:
-        later = [d for d in self.differences[1:] if d.site.operation != "output"]
-        results = [d for d in self.differences[1:] if d.site.operation == "output"]
-        return [*_listed("then       ", later), *_listed("results    ", results)]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -248,7 +208,7 @@ class Report:
     @property
     def agrees(self) -> bool:
         """Whether no mesh differs from the reference."""
-        return all(comparison.first is None for comparison in self.meshes)
+        return self.first is None
 
     @property
     def first(self) -> Difference | None:
@@ -266,18 +226,8 @@ class Report:
     __repr__ = as_text
 
 
-def _listed(head: str, differences: Sequence[Difference]) -> list[str]:
-    shown = [each.as_phrase() for each in differences[:_MAX_LATER]]
-    if more := len(differences) - len(shown):
+def _listed(head: str, phrases: Sequence[str]) -> list[str]:
+    shown = list(phrases[:_MAX_LATER])
+    if more := len(phrases) - len(shown):
         shown.append(f"{more} more")
-    return [(head if i == 0 else " " * len(head)) + s for i, s in enumerate(shown)]
-
-
-def _typed(site: Site, shape: tuple[int, ...]) -> str:
-    return f"{site.dtype.name}[{','.join(map(str, shape))}]"
-
-
-def shortened(phrase: str) -> str:
-    """``dot_general at train.py:12``, with the line as tables show it."""
-    operation, _, source = phrase.partition(" at ")
-    return f"{operation} at {short(source)}"
+    return [f"{'' if i else head:11}{phrase}" for i, phrase in enumerate(shown)]

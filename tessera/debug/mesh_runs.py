@@ -2,13 +2,12 @@
 """Runs a step on a mesh of one's choice, for the intermediate values inside it."""
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
-from itertools import zip_longest
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +19,16 @@ from tessera.annotations import argument_names, signature_of
 from tessera.api.function import Function
 from tessera.api.training_step import Step
 from tessera.compiler.compile_stages import Compiled, Traced
-from tessera.compiler.ir import Graph, Value
+from tessera.compiler.ir import Value
 from tessera.compiler.lower.jit import compile_lowered, lower
 from tessera.compiler.trace.arguments import flatten_args
-from tessera.debug.intermediates import Site, collecting, sites
+from tessera.debug.intermediates import Site, intermediates
 from tessera.errors import ParameterTreeError
 from tessera.mesh import Mesh
 from tessera.object_arguments import objects_split
-from tessera.shard import DistTensor, ShardSpec
-from tessera.shard_spec import axes_of_dims
+from tessera.shard import DistTensor, is_tensor
+from tessera.shard_spec import check_even, spec_over
 
-MAX_BYTES: Final = 2**28
-
-# A site on the reference, and the same on another mesh.
-Pair: TypeAlias = tuple[Site, Site]
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -44,16 +39,16 @@ class MeshRun:
     Attributes:
       mesh: The mesh.
       traced: The step, traced for it.
-      graph: Its graph after the passes, without dead code.
-      inputs: The arrays that the compiled program takes.
+      arrays: What the compiled program takes.
       sites: The values inside.
+      program: The step's program after the passes, with these values as outputs.
     """
 
     mesh: Mesh
     traced: Traced
-    graph: Graph
-    inputs: tuple[Any, ...]
+    arrays: tuple[Any, ...]
     sites: tuple[Site, ...]
+    program: _jax.Program
 
     @classmethod
     def on(cls, mesh: Mesh, step: Callable[..., Any], args: Sequence[Any]) -> "MeshRun":
@@ -63,79 +58,33 @@ class MeshRun:
             moved = _on_mesh(function, call.args, mesh)
             traced = function.trace(*moved)
             traced.require_devices()
-            program = _jax.without_dead_code(traced.graph.program, keep_inputs=True)
-            graph = replace(traced.graph, program=program)
-            parts = [
-                argument.own_part()
-                for argument in flatten_args([""] * len(moved), moved, {}).arguments
-            ]
+            flat = flatten_args([""] * len(moved), moved, {}).arguments
             owner = step if isinstance(step, Step) else function
-            inputs, outputs = (
-                [value.name for value in values]
-                for values in (graph.inputs, graph.outputs)
-            )
-            every = sites(program, inputs, outputs, graph.platform)
+            parts = [argument.own_part() for argument in flat]
             arrays = (*parts, _parameters(owner, traced))
-            return cls(mesh, traced, graph, arrays, tuple(every))
+            graph = traced.graph
+            inputs = [value.name for value in graph.inputs]
+            outputs = [value.name for value in graph.outputs]
+            program = _jax.without_dead_code(graph.program, keep_inputs=True)
+            found = intermediates(program, inputs, outputs, graph.platform)
+            return cls(mesh, traced, arrays, *found)
 
-    def values(self, selected: Sequence[Site]) -> list[Array]:
-        """Run the step for the values at some of its sites, in their order."""
-        outputs = [
-            Value(s.path, jax.ShapeDtypeStruct(s.full_shape, s.dtype)) for s in selected
-        ]
-        program = collecting(self.graph.program, selected)
-        graph = replace(self.graph, program=program, outputs=tuple(outputs))
-        origin = replace(
-            self.traced.origin,
-            donated=frozenset(),
+    def values(self, numbers: Sequence[int]) -> list[Array]:
+        """Run the step for the values at some of its sites, in ascending order."""
+        chosen = set(numbers)
+        wanted = [number in chosen for number in range(len(self.sites))]
+        program = _jax.without_dead_code(self.program, outputs=wanted, keep_inputs=True)
+        outputs = tuple(
+            Value(site.path, jax.ShapeDtypeStruct(site.full_shape, site.dtype))
+            for site in itertools.compress(self.sites, wanted)
         )
+        graph = replace(self.traced.graph, program=program, outputs=outputs)
+        origin = replace(self.traced.origin, donated=frozenset())
         with self.mesh:
             lowered = lower(origin, graph, self.traced.call)
             compiled = compile_lowered(graph, lowered)
             captured = Compiled(self.traced, compiled).captured
-            return list(map(np.asarray, compiled(*self.inputs, captured)))
-
-
-def aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[Pair]:
-    """The values that two programs share, matched by operation, line and name scope."""
-    keys, other_keys = list(map(_key, sites)), list(map(_key, others))
-    if keys == other_keys:
-        return list(zip(sites, others, strict=True))
-    matcher = SequenceMatcher(None, keys, other_keys, autojunk=False)
-    return [
-        (sites[block.a + i], others[block.b + i])
-        for block in matcher.get_matching_blocks()
-        for i in range(block.size)
-    ]
-
-
-def _key(site: Site) -> tuple[Any, ...]:
-    return (site.operation, site.source, site.path, site.result)
-
-
-def chunks(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Pairs in order, in chunks whose values fit ``MAX_BYTES``."""
-    chunk, total = list[Pair](), 0
-    for pair in pairs:
-        size = max(site.nbytes for site in pair)
-        if chunk and total + size > MAX_BYTES:
-            yield chunk
-            chunk, total = list[Pair](), 0
-        chunk.append(pair)
-        total += size
-    if chunk:
-        yield chunk
-
-
-def paired_values(
-    reference: MeshRun, run: MeshRun, pairs: Sequence[Pair]
-) -> Iterator[tuple[Site, Site, Array, Array]]:
-    """Run a step on two meshes for the values at pairs of sites."""
-    expected = reference.values([site for site, _ in pairs])
-    values = run.values([site for _, site in pairs])
-    for (site, other), *arrays in zip(pairs, expected, values, strict=True):
-        first, second = arrays
-        yield site, other, first, second
+            return list(map(np.asarray, compiled(*self.arrays, captured)))
 
 
 def _function_for(mesh: Mesh, step: Callable[..., Any]) -> Function:
@@ -173,20 +122,14 @@ def _on_mesh(function: Function, args: Sequence[Any], mesh: Mesh) -> tuple[Any, 
         host, sharding = _on_host(leaf), leaf.sharding
         if name in declared or not isinstance(sharding, NamedSharding):
             return host
-        axes_by_dim = [
-            tuple(axis for axis in axes if axis in mesh.axes) or None
-            for axes in axes_of_dims(sharding.spec, len(sharding.spec))
-        ]
-        spec = ShardSpec(tuple(range(len(axes_by_dim))), tuple(axes_by_dim))
-        return jax.device_put(host, spec.named(leaf.shape, mesh, what=name))
+        spec = spec_over(sharding.spec, mesh.axes)
+        check_even(f"{name} cannot be laid out as it is", leaf.shape, spec, mesh)
+        return jax.device_put(host, NamedSharding(mesh.jax, spec))
 
+    pairs = itertools.zip_longest(names[: len(args)], args, fillvalue="argument")
     return tuple(
-        jax.tree.map(
-            functools.partial(move, name),
-            value,
-            is_leaf=lambda leaf: isinstance(leaf, DistTensor),
-        )
-        for name, value in zip_longest(names[: len(args)], args, fillvalue="argument")
+        jax.tree.map(functools.partial(move, name), value, is_leaf=is_tensor)
+        for name, value in pairs
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, graph, op
-from tessera.debug import compare_layouts, mesh_runs
+from tessera.debug import compare_layouts
 from tessera.debug.mesh_runs import MeshRun
 from tessera.errors import AbstractMeshError, NoMeshError
 
@@ -95,12 +95,6 @@ def test_a_forgotten_sum_over_an_axis_is_named_with_its_line(forgotten):
     assert line in report.as_text()
 
 
-def test_partial_sums_that_nothing_adds_up_are_named_as_such(forgotten):
-    assert forgotten[0].first.diagnosis == (
-        ("wrong", "these are parts of a sum over tp, which nothing adds up"),
-    )
-
-
 def test_later_differences_and_results_are_listed(forgotten):
     lines = forgotten[0].as_text().splitlines()
     assert lines[0] == "step step, compared with tp mesh, 1"
@@ -118,63 +112,13 @@ def test_every_mesh_is_compared_with_the_first(forgotten):
     same, other = report.meshes
     assert (same.mesh, other.mesh) == (ONE, TP)
     assert same.first is None
-    assert same.largest == 0.0
     assert report.first is other.first
     text = report.as_text()
-    assert re.search(
-        r"tp mesh, 1: no difference in \d+ operations; all are equal", text
-    )
-    assert text.index("all are equal") < text.index("the first difference")
+    assert re.search(r"tp mesh, 1: no difference in \d+ operations", text)
+    assert text.index("no difference in") < text.index("the first difference")
 
 
-def per_device(body):
-    """A step that runs a body per device, as in the layers of a loop."""
-
-    @ts.function(in_specs={"up": P(None, "tp"), "down": P("tp")})
-    def step(x, up, down):
-        def layer(x, _):
-            mapped = jax.shard_map(
-                body,
-                mesh=ts.mesh.current().jax,
-                in_specs=(P(), P(None, "tp"), P("tp")),
-                out_specs=P(),
-                check_vma=False,
-            )
-            return mapped(x, up, down), None
-
-        return jax.lax.scan(layer, x, length=2)[0]
-
-    return step
-
-
-def test_an_operation_on_partial_sums_is_named_and_the_one_that_computes_them(tp_mesh):
-    def blocks(x, up, down):
-        partial = jnp.sin(x @ up) @ down
-        wrong = jnp.tanh(partial)  # before the sum
-        return jax.lax.psum(wrong, "tp") * 0.5
-
-    first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
-    assert first.iterations == (0,)
-    (wrong, operation), (before, reason) = first.diagnosis
-    assert (wrong, before) == ("wrong", "before")
-    assert operation.startswith("first in tanh at ")
-    assert operation.endswith(line_of(blocks, "wrong = jnp.tanh(partial)"))
-    assert reason.startswith("dot_general at ")
-    assert reason.endswith(
-        line_of(blocks, "sin(x @ up)") + " gives parts of a sum over tp"
-    )
-
-
-def test_partial_sums_that_were_added_up_are_not_blamed_for_a_later_error(tp_mesh):
-    def blocks(x, up, down):
-        y = jax.lax.psum(jnp.sin(x @ up) @ down, "tp")
-        return y + jax.lax.axis_index("tp").astype(y.dtype)
-
-    first = ts.compare_layouts(per_device(blocks), (X, UP, DOWN), tp_mesh).first
-    assert [name for name, _ in first.diagnosis] == ["wrong"]
-
-
-def test_the_body_of_a_strategy_is_diagnosed(tp_mesh):
+def test_the_body_of_a_strategy_is_one_operation(tp_mesh):
     @ts.distribute(strategy="tensor_parallel", mesh_axes=("tp",))
     def mlp(
         x: ts.Tensor["B", "D"],
@@ -182,17 +126,15 @@ def test_the_body_of_a_strategy_is_diagnosed(tp_mesh):
         down: ts.Tensor["F", "D"],
     ):
         hidden = jnp.tanh(x @ up)
-        partial = hidden @ down
-        wrong = jnp.sin(partial)
+        wrong = jnp.sin(hidden @ down)
         return dist.all_reduce(wrong, axis="tp")
 
     first = ts.compare_layouts(mlp, (X, UP, DOWN), tp_mesh).first
-    (_, operation), (_, reason) = first.diagnosis
-    assert operation.endswith(line_of(mlp.body, "wrong = jnp.sin(partial)"))
-    assert line_of(mlp.body, "partial = hidden @ down") in reason
+    assert first.site.operation == "shard_map"
+    assert first.site.inside.endswith(line_of(mlp.body, "dist.all_reduce"))
 
 
-def test_wrong_out_specs_of_right_blocks_are_diagnosed(tp_mesh):
+def test_wrong_out_specs_show_in_what_reads_the_result(tp_mesh):
     @ts.function(in_specs={"up": P(None, "tp")})
     def step(x, up):
         columns = jax.shard_map(
@@ -202,13 +144,10 @@ def test_wrong_out_specs_of_right_blocks_are_diagnosed(tp_mesh):
             out_specs=P("tp"),
             check_vma=False,
         )(x, up)
-        return columns.sum()
+        return jnp.sin(columns).sum()
 
     first = ts.compare_layouts(step, (X, UP), tp_mesh).first
-    assert first.shape == (16, 4)
-    assert first.diagnosis == (
-        ("wrong", "each device has a block or a copy of it: see the out_specs"),
-    )
+    assert (first.site.operation, first.shape) == ("sin", (16, 4))
 
 
 def test_ordinary_rounding_is_no_difference(tp_mesh):
@@ -217,7 +156,6 @@ def test_ordinary_rounding_is_no_difference(tp_mesh):
     assert report.agrees
     assert report.first is None
     (only,) = report.meshes
-    assert 0 < only.largest < 0.1
     assert only.compared > 20
     assert "tp mesh, 4: no difference in " in report.as_text()
 
@@ -284,8 +222,8 @@ def test_a_training_step_is_compared_with_the_values_of_its_parameters(dp_mesh):
     weights = with_parameters.params["w"]
     for mesh in (dist.Mesh(["dp"], devices=[0]), dp_mesh):
         run = MeshRun.on(mesh, with_parameters, (x,))
-        (site,) = [s for s in run.sites if s.path == "w"]
-        np.testing.assert_array_equal(run.values([site])[0], weights)
+        (number,) = [i for i, site in enumerate(run.sites) if site.path == "w"]
+        np.testing.assert_array_equal(run.values([number])[0], weights)
     assert ts.compare_layouts(with_parameters, x, dp_mesh).agrees
     assert with_parameters.params["w"] is weights
 
@@ -375,20 +313,19 @@ def test_a_nan_on_one_mesh_is_a_difference_and_on_both_is_none(tp_mesh):
 
 @pytest.mark.slow(reason="it compiles several programs")
 def test_values_are_fetched_in_chunks(tp_mesh, monkeypatch):
-    monkeypatch.setattr(mesh_runs, "MAX_BYTES", 600)
-    chunks = []
-    whole = mesh_runs.chunks
+    monkeypatch.setattr(compare_layouts, "MAX_BYTES", 600)
+    fetched = []
+    values = MeshRun.values
 
-    def recorded(pairs):
-        for chunk in whole(pairs):
-            chunks.append(sum(site.nbytes for site, _ in chunk))
-            yield chunk
+    def recorded(run, numbers):
+        fetched.append(sum(run.sites[number].nbytes for number in numbers))
+        return values(run, numbers)
 
-    monkeypatch.setattr(compare_layouts, "chunks", recorded)
+    monkeypatch.setattr(MeshRun, "values", recorded)
     step, _ = tensor_parallel_mlp(reduce=False)
     report = ts.compare_layouts(step, (X, UP, DOWN), tp_mesh)
-    assert len(chunks) > 3
-    assert max(chunks) <= max(600, UP.nbytes)
+    assert len(fetched) > 4
+    assert max(fetched) <= 600 + UP.nbytes
     assert report.first.site.operation == "shard_map"
 
 
