@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jax.new_ref``: mutable arrays as arguments, as ``jax.jit`` takes them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,3 +335,25 @@ def test_a_function_may_close_over_a_mutable_array(inner):
         found.append((values, ref[...], count[...]))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert found[0][2] == 6
+
+
+@pytest.mark.slow(reason="it compiles several programs")
+def test_a_gradient_goes_through_a_function_that_closes_over_one():
+    def loss(ref, x):
+        def scaled(carry, _):
+            ref[...] += 1.0
+            return carry * jax.jit(lambda: ref[...])(), None
+
+        total = jax.lax.scan(scaled, jnp.sin(x), None, length=3)[0]
+        ref[...] = ref[...] * jax.lax.stop_gradient(x)
+        return jnp.sum(total * ref[...])
+
+    def step(ref, x):
+        return (total := loss(ref, x)), ts.grad(total, x)
+
+    ours, theirs = jax.new_ref(X), jax.new_ref(X)
+    for _ in range(2):
+        found = ts.jit(functools.partial(step, ours))(X + 1)
+        expected = jax.jit(jax.value_and_grad(functools.partial(loss, theirs)))(X + 1)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        np.testing.assert_array_equal(ours[...], theirs[...])
