@@ -37,7 +37,8 @@ def differentiated(program: _jax.Program, *, is_inner: bool = False) -> _jax.Pro
 
     Raises:
       UnconnectedGradientError: [T303] a loss does not depend on one of its weights.
-      UndifferentiableError: [T317] a loop of unknown length leads to a loss.
+      UndifferentiableError: [T317] a loop of unknown length leads to a loss, or a rule
+        gives a gradient of another shape.
     """
     # One at a time, for a later loss may use a gradient.
     with differentiating():
@@ -240,6 +241,9 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
         if _NO_BACKWARD not in str(error):
             raise
         raise _undifferentiable(plan) from error
+    for weight, gradient in zip(plan.outer_weights, by_outer, strict=True):
+        if gradient.shape != weight.aval.shape:
+            raise _of_another_shape(plan, weight, gradient)
     gradients = dict(zip(plan.outer_weights, by_outer, strict=True))
     gradients |= zip(plan.inner_weights, by_inner, strict=True)
     env.write(plan.shared, shared)
@@ -251,6 +255,19 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
             else _jax.zeros(atom.aval)
             for atom in weight_atoms
         ],
+    )
+
+
+def _of_another_shape(
+    plan: _Plan, weight: _jax.Atom, gradient: jax.Array
+) -> UndifferentiableError:
+    """The error for what JAX lets through under ``jax_disable_bwd_checks``."""
+    line = _jax.source_line(plan.gradient)
+    return UndifferentiableError(
+        "a derivative rule gives a gradient of another shape than its argument's",
+        got=f"shape {gradient.shape} for a weight of shape {weight.aval.shape}\n"
+        f"ts.grad was called at {line}",
+        fix="return a gradient of the shape of each argument from the rule",
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivative rules that close over traced values are refused, and never cut short."""
+"""Derivative rules that close over traced values, or give other shapes, are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 
 import tessera as ts
 from tessera import graph
-from tessera.errors import OutsideTraceError
+from tessera.errors import OutsideTraceError, UndifferentiableError
 from tessera.mesh import Mesh
 
 V, X = jnp.float32(1.3), jnp.float32(0.7)
@@ -110,3 +110,33 @@ def test_a_stage_with_such_a_rule_is_refused():
     step = ts.function(lambda w, x: ts.grad(piped(w, x).sum(), w), mesh=mesh)
     with refused:
         step(V, jnp.ones((4, 2)))
+
+
+def test_a_rule_that_gives_a_gradient_of_another_shape_is_refused():
+    """Without this option of its own, JAX says so itself."""
+
+    @jax.custom_vjp
+    def first(x, y):
+        return x
+
+    first.defvjp(lambda x, y: (x, None), lambda _, slope: (slope, jnp.zeros(3)))
+
+    @ts.function
+    def step(x, y):
+        return ts.grad(jnp.sum(first(x, y)), y)
+
+    jax.config.update("jax_disable_bwd_checks", True)
+    try:
+        with pytest.raises(UndifferentiableError) as caught:
+            step(jnp.ones(3), jnp.ones(4))
+    finally:
+        jax.config.update("jax_disable_bwd_checks", False)
+    line = step.body.__code__.co_firstlineno + 2
+    assert str(caught.value) == (
+        "[T317] a derivative rule gives a gradient of another shape than its "
+        "argument's\n"
+        "  got: shape (3,) for a weight of shape (4,)\n"
+        f"  got: ts.grad was called at {__file__}:{line}\n"
+        "  fix: return a gradient of the shape of each argument from the rule\n"
+        "  docs: docs/errors/T317.md"
+    )
