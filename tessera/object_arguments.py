@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from tessera import scope
 from tessera.errors import WriteBackError
 from tessera.references import check_results, given, is_reference
+from tessera.static_attributes import with_snapshots, without_snapshots
 
 STRUCTURE = "<structure>"
 _TAG = "tessera"
@@ -132,17 +133,19 @@ def _split(context: Any, node: Any) -> Arrays:
     names = tuple(arrays)
     roles = {nnx.Module: "params", nnx.Optimizer: "optimizer_state"}
     role = next((role for kind, role in roles.items() if isinstance(node, kind)), None)
+    graphdef = with_snapshots(graphdef)
     arrays[STRUCTURE] = Structure(graphdef, names, type(node).__name__, role)
     return arrays
 
 
-def _merged(context: Any, arrays: Arrays) -> Any:
-    """The object made of some arrays: a new one, or the caller's, updated."""
+def _merged(context: Any, arrays: Arrays, given: Structure | None = None) -> Any:
+    """The object made of some arrays: a new one, or that which was given, updated."""
     structure: Structure = arrays[STRUCTURE]
     if structure.graphdef is None:
         return jax.new_ref(arrays["value"], kind=structure.semantics)
     leaves = [arrays[name] for name in structure.names]
-    node = context.unflatten(structure.graphdef, leaves)
+    graphdef = without_snapshots(structure.graphdef, given and given.graphdef)
+    node = context.unflatten(graphdef, leaves)
     return node if is_object(node) else node[0]
 
 
@@ -177,7 +180,7 @@ class ObjectCall:
         keeps_references: bool = False,
     ) -> None:
         self.args, self.kwargs = tuple(args), dict(kwargs)
-        self._units: list[tuple[Any, Arrays]] = []
+        self._units: list[tuple[Any, Arrays, Structure]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._changes = holds_objects if keeps_references else changes_in_place
         self.has_objects = self._changes((args, kwargs))
@@ -201,7 +204,7 @@ class ObjectCall:
                 for name, leaf in arrays.items()
                 if isinstance(leaf, (bool, int, float, complex))
             )
-            self._units.append((node, arrays))
+            self._units.append((node, arrays, arrays[STRUCTURE]))
             return arrays
         if not self._changes(node):
             return node
@@ -215,17 +218,17 @@ class ObjectCall:
         if not self.has_objects:
             return result
         with _nnx("merge_context", inner=False) as context:
-            for unit, arrays in self._units:
+            for unit, arrays, given in self._units:
                 if isinstance(unit, jax.Ref):
                     unit[...] = arrays["value"]
-                elif _merged(context, arrays) is not unit and is_object(unit):
+                elif _merged(context, arrays, given) is not unit and is_object(unit):
                     raise WriteBackError(
                         f"a {type(unit).__name__} among the arguments is not updated",
                         got="another object in its place",
                         fix="pass it to the call itself, and not by another function",
                     )
             result = _with_each(_is_split, functools.partial(_merged, context), result)
-        pairs = (*self._units, *self._copies.values())
+        pairs = (*(unit[:2] for unit in self._units), *self._copies.values())
         originals = {id(stand_in): node for node, stand_in in pairs}
         for node, copied in self._copies.values():
             _give_entries(copied, node, originals)

@@ -27,18 +27,25 @@ from tests.api.nnx_modules import (
 )
 
 
-def test_a_static_attribute_without_a_hash_is_refused():
+class Unlike:
+    """Has no hash, and is not equal to a copy of it."""
+
+    def __eq__(self, other):
+        return self is other
+
+
+def test_a_static_attribute_that_cannot_be_compared_is_refused():
     """One that is changed in place would be taken for what it was."""
 
-    class Listed(nnx.Module):
+    class Holder(nnx.Module):
         def __init__(self):
-            self.sizes = nnx.static([1, 2])
+            self.config = nnx.static(Unlike())
 
     with pytest.raises(ArgumentError) as caught:
-        ts.function(lambda model, x: x)(Listed(), X)
+        ts.function(lambda model, x: x)(Holder(), X)
     assert str(caught.value) == (
         "[T301] a static attribute of 'model' cannot be told from others\n"
-        "  got: unhashable type: 'list', in a Listed\n"
+        "  got: unhashable type: 'Unlike', in a Holder\n"
         "  fix: make it a value that hashes, such as a tuple, or nnx.data(...)\n"
         "  docs: docs/errors/T301.md"
     )
