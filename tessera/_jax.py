@@ -368,8 +368,9 @@ def on_host(value: Any) -> bool:
 
 
 def zeros(aval: Any) -> jax.Array:
-    """Zeros of an abstract value, varying over the manual axes that it varies over."""
-    blank = jax.numpy.zeros(aval.shape, aval.dtype)
+    """Zeros of an abstract value, laid out and varying over axes as its type says."""
+    layout = aval.sharding if _has_explicit_axes(aval) else None
+    blank = jax.numpy.zeros(aval.shape, aval.dtype, out_sharding=layout)
     kind = getattr(aval, "manual_axis_type", None)
     return varying_over(blank, kind.varying if kind is not None else ())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import _jax
 from tessera.compiler import rewriting
@@ -234,7 +235,7 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
             has_aux=True,
         )
         with _jax.line_context(plan.gradient):
-            by_outer, by_inner = pull_back(jnp.ones_like(loss))
+            by_outer, by_inner = pull_back(_cotangent_of(loss))
     except _jax.NoGradientByClosure:
         refuse_closure()
     except ValueError as error:
@@ -256,6 +257,19 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
             for atom in weight_atoms
         ],
     )
+
+
+def _cotangent_of(loss: jax.Array) -> jax.Array:
+    """One, of the type that JAX asks for to differentiate a number by.
+
+    Over Explicit axes an unreduced number has a reduced cotangent, and the reverse.
+    """
+    layout = jax.typeof(loss).sharding
+    unreduced, reduced = layout.spec.unreduced, layout.spec.reduced
+    if not (unreduced or reduced):
+        return jnp.ones_like(loss)
+    spec = PartitionSpec(unreduced=reduced, reduced=unreduced)
+    return jnp.ones((), loss.dtype, out_sharding=NamedSharding(layout.mesh, spec))
 
 
 def _of_another_shape(

@@ -114,6 +114,49 @@ def test_gradients_have_the_layout_of_the_weights(types):
     assert found.sharding.is_equivalent_to(w.sharding, 2)
 
 
+def test_a_gradient_by_a_value_computed_inside_has_its_layout(mesh):
+    @ts.function
+    def slopes(x):
+        inner = x * 2
+        return ts.grad(jnp.sum(inner * 3), (x, inner))
+
+    with jax.set_mesh(mesh):
+        found = slopes(on(mesh, NUMBERS, "x", "y"))
+    for slope, expected in zip(found, (6, 3), strict=True):
+        np.testing.assert_array_equal(slope, np.full_like(NUMBERS, expected))
+        assert slope.sharding.spec == P("x", "y")
+
+
+def test_a_gradient_by_a_value_to_reduce_is_that_of_jax(mesh):
+    reduced = jax.shard_map(
+        lambda x: jax.lax.pcast(x, "x", to="reduced"),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(reduced={"x"}),
+    )
+
+    def loss(x):
+        return jnp.sum(reduced(x) * 3.0)
+
+    with jax.set_mesh(mesh):
+        x = on(mesh, NUMBERS)
+        found = ts.jit(lambda x: ts.grad(loss(x * 2), x))(x)
+        is_alike(found, jax.jit(jax.grad(lambda x: loss(x * 2)))(x))
+
+
+def test_what_jax_traces_keeps_its_layout_where_it_is_closed_over(mesh):
+    """XLA cannot compile a constraint to another layout than that of the type."""
+    x, w = on(mesh, NUMBERS, "x"), on(mesh, NUMBERS.T, None, "y")
+
+    def both(jit):
+        return jax.jit(lambda x, w: jit(lambda x: x @ w)(x))
+
+    with jax.set_mesh(mesh):
+        program = str(both(ts.jit).trace(x, w).jaxpr)
+        assert "spec=P()" not in program
+        is_alike(both(ts.jit)(x, w), both(jax.jit)(x, w))
+
+
 def test_kernels_collectives_and_lazy_tensors_work(mesh):
     x = on(mesh, NUMBERS, "x", "y")
     spec = dist.ShardSpec(("row",), ("y",))

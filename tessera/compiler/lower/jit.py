@@ -72,11 +72,14 @@ def jitted(
     Returns:
       A jitted function. It takes the list of arrays of each argument, then the
       tuple of parameters, then the tuple of captured arrays, all as devices store
-      them; it gives the list of the graph's outputs. An argument that JAX is tracing
-      keeps its layout; if its type does not tell that, it is constrained to the
-      declared one.
+      them; it gives the list of the graph's outputs. What JAX is tracing keeps its
+      layout; an argument whose type does not tell that is constrained to the declared
+      one.
     """
     traced = {leaf.name for leaf in call.leaves if leaf.of_trace}
+    captured = graph.inputs[len(graph.inputs) - len(graph.captured) :]
+    pairs = zip(captured, graph.captured, strict=True)
+    traced |= {value.name for value, array in pairs if isinstance(array, _jax.Tracer)}
     untyped = {leaf.name for leaf in call.leaves if leaf.of_trace and not leaf.layout}
     shardings = [
         None if value.name in traced else graph.sharding(value)
