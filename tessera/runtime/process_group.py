@@ -142,13 +142,15 @@ class Processes:
           MissingRanksError: [T706] not all ranks call this in time.
         """
         if self.count > 1:
-            rendezvous(
+            _, peers = rendezvous(
                 self.cluster,
                 {section: {"fingerprint": key, **details}},
                 topic=section,
                 timeout=self.timeouts.rendezvous,
                 report=_write_line,
             )
+            for connection in peers.values():
+                connection.close()
 
 
 @contextmanager
@@ -210,7 +212,7 @@ def joined(
             with _claimed(claim, cluster, shared, watchdog) as refusal:
                 if cluster.coordinator is not None:
                     watchdog.enter("rendezvous")
-                    shared = rendezvous(
+                    shared, peers = rendezvous(
                         cluster,
                         {
                             **fingerprint,
@@ -226,10 +228,11 @@ def joined(
                         report=_write_line,
                     )
                     watchdog.enter("startup")
+                    liveness = Liveness(cluster.rank, peers, stop_requests)
+                    liveness.start()
+                    callbacks.enter_context(on_exit(liveness.fail))
                     _connect(cluster, platform, timeouts)
-                    liveness = _share_board(watchdog, stop_requests, cluster)
-                    if liveness is not None:
-                        callbacks.enter_context(on_exit(liveness.fail))
+                    _share_board(watchdog, stop_requests, cluster)
                 watchdog.enter("startup")
                 attempt = launcher.attempt if launcher else 0
                 yield Processes(
@@ -343,27 +346,17 @@ def _show_stacks_on_sigusr1() -> None:
 
 def _share_board(
     watchdog: Watchdog, stop_requests: StopRequests | None, cluster: Cluster
-) -> Liveness | None:
-    """Connect the watchdog and the stop requests with those of the other ranks.
-
-    Returns:
-      What notices that another rank dies, already started.
-    """
+) -> None:
+    """Connect the watchdog and the stop requests with those of the other ranks."""
     board, rank = _jax_processes.board(), cluster.rank
     if board is None:
-        return None
+        return
     watchdog.connect(
         lambda phase: board.put(f"tessera/phase/{rank}", phase),
         lambda: board.texts("tessera/phase"),
     )
     if stop_requests is not None:
         stop_requests.connect(board, cluster.world_size)
-    requests = stop_requests
-    liveness = Liveness(
-        cluster, board, lambda: requests is not None and requests.is_requested
-    )
-    liveness.start()
-    return liveness
 
 
 def _exit_with(error: BaseException) -> None:

@@ -5,6 +5,7 @@ Rank 0 listens. Every other rank sends a handshake, one line of JSON with its ra
 its fingerprint, and waits for the answer, which is the same for all: they agree, or the
 error that each of them raises. Without the one before JAX connects the ranks, JAX would
 abort the process without naming the missing rank, or start a run whose parts differ.
+The connections stay open, and ``Liveness`` watches them.
 
 Whatever a peer sends, it ends no process: a line has a maximum length, is parsed
 strictly, and is shown without its escape sequences. The connection is neither encrypted
@@ -126,7 +127,7 @@ def rendezvous(
     timeout: float,
     shared: str = "",
     report: Callable[[str], None],
-) -> str:
+) -> tuple[str, dict[int, socket.socket]]:
     """Wait for all ranks, and check that they belong to one run.
 
     Args:
@@ -139,7 +140,8 @@ def rendezvous(
       report: Shows a line to the person who waits.
 
     Returns:
-      What rank 0 shares.
+      What rank 0 shares, and the open connections, by rank: on rank 0 those to all
+      others, on the others that to rank 0.
 
     Raises:
       CoordinatorError: [T705] rank 0's address is not known or its ports are busy.
@@ -159,10 +161,13 @@ def rendezvous(
         listener = listen(address)
     except CoordinatorError as busy:
         # Another rank 0 may be listening, which then reports what is wrong.
-        answer, _ = _ask(address, handshake, time.monotonic() + 2 * _SETTLE, report)
-        if not answer.startswith(b'{"agreed"'):
-            raise busy from None
-        return _read_answer(answer, address)
+        with suppress(OSError):
+            until = time.monotonic() + 2 * _SETTLE
+            answer, connection = _ask(address, handshake, until, report)
+            connection.close()
+            if answer.startswith(b'{"agreed"'):
+                _read_answer(answer, address)
+        raise busy from None
     # JAX's coordinator does not listen yet, so its port has to be free.
     coordinator = cluster.coordinator if topic == START else None
     with listener:
@@ -183,24 +188,28 @@ class _Host:
 
     def run(
         self, coordinator: Address | None, shared: str, refusal: TesseraError | None
-    ) -> str:
+    ) -> tuple[str, dict[int, socket.socket]]:
         """Receive all handshakes, and give every rank the same answer."""
         try:
             self._receive(coordinator)
+            with self._lock:
+                self._is_closed = True  # who comes later gets no answer
             error = refusal or _busy(coordinator) or self._mistake()
             answer: dict[str, Any] = {"agreed": error is None, "shared": shared}
             if error is not None:
                 answer |= {"code": error.code, "what": error.what}
                 answer |= {"got": error.got, "fix": error.fix}
             self._answer(_line(answer))
+            if error is not None:
+                raise error
+            ranks = [each.rank for each in self._handshakes[1:]]
+            peers = dict(zip(ranks, self._waiting, strict=True))
+            self._waiting.clear()
+            return shared, peers
         finally:
             with self._lock:
-                self._is_closed = True
                 for connection in (*self._unread, *self._waiting):
                     _close(connection)
-        if error is not None:
-            raise error
-        return shared
 
     def _receive(self, coordinator: Address | None) -> None:
         started = time.monotonic()
@@ -313,33 +322,41 @@ def _busy(coordinator: Address | None) -> CoordinatorError | None:
 
 def _join(
     address: Address, handshake: Handshake, until: float, report: Callable[[str], None]
-) -> str:
+) -> tuple[str, dict[int, socket.socket]]:
     """The other ranks' side: send the handshake, and return the answer."""
     started = time.monotonic()
-    answer, failure = _ask(address, handshake, until, report)
-    if answer:
-        return _read_answer(answer, address)
-    raise MissingRanksError(
-        f"rank {handshake.rank} met nobody within {time.monotonic() - started:.0f} s",
-        got=f"no rank 0 at {host_and_port(address)}: {failure or 'no answer'}",
-        fix="see whether rank 0 runs, whether that is the address of its machine, "
-        "whether a firewall is between, and whether the run has begun with another "
-        f"rank {handshake.rank}",
-    )
+    try:
+        answer, connection = _ask(address, handshake, until, report)
+    except OSError as error:
+        seconds = time.monotonic() - started
+        raise MissingRanksError(
+            f"rank {handshake.rank} met nobody within {seconds:.0f} s",
+            got=f"no rank 0 at {host_and_port(address)}: {error}",
+            fix="see whether rank 0 runs, whether that is the address of its machine, "
+            "whether a firewall is between, and whether the run has begun with another "
+            f"rank {handshake.rank}",
+        ) from None
+    with connection:
+        return _read_answer(answer, address), {0: connection.dup()}
 
 
 def _ask(
     address: Address, handshake: Handshake, until: float, report: Callable[[str], None]
-) -> tuple[bytes, OSError | None]:
-    """Connect until there is an answer; the answer, and the last error."""
+) -> tuple[bytes, socket.socket]:
+    """Connect until there is an answer; the answer, and the open connection.
+
+    Raises:
+      OSError: The last error, where there is none in time.
+    """
     started, is_reported = time.monotonic(), False
-    failure: OSError | None = None
+    failure = OSError("no answer")
     while (now := time.monotonic()) < until:
         try:
             with _connect(address, until - now) as connection:
                 connection.sendall(handshake.as_line())
-                if answer := _read_line(connection):
-                    return answer, None
+                # Unbuffered: what rank 0 sends after the answer is for others to read.
+                if answer := _read_line(connection, buffering=0):
+                    return answer, connection.dup()
         except OSError as error:
             failure = error
         if not is_reported and now - started > _SETTLE:
@@ -347,7 +364,7 @@ def _ask(
             report(f"rank {handshake.rank} waits for rank 0 at {place}: {failure}")
             is_reported = True
         time.sleep(_RETRY_EVERY)
-    return b"", failure
+    raise failure
 
 
 def _connect(address: Address, timeout: float) -> socket.socket:
@@ -366,9 +383,9 @@ def _connect(address: Address, timeout: float) -> socket.socket:
     return connection
 
 
-def _read_line(connection: socket.socket) -> bytes:
+def _read_line(connection: socket.socket, buffering: int = -1) -> bytes:
     """A whole line, or nothing if the connection ends before it."""
-    with connection.makefile("rb") as stream:
+    with connection.makefile("rb", buffering) as stream:
         line = stream.readline(_MAX_MESSAGE)
     return line if line.endswith(b"\n") else b""
 

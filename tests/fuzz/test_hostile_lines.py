@@ -233,15 +233,16 @@ def test_ranks_meet_whatever_strangers_send(seed, monkeypatch):
 
     def rank(number: int) -> None:
         cluster = Cluster(number, 2, coordinator=(HOST, port))
-        found.append(
-            rendezvous.rendezvous(
-                cluster,
-                FINGERPRINT,
-                timeout=60,
-                shared="the folder",
-                report=lambda _: None,
-            )
+        shared, peers = rendezvous.rendezvous(
+            cluster,
+            FINGERPRINT,
+            timeout=60,
+            shared="the folder",
+            report=lambda _: None,
         )
+        found.append(shared)
+        for connection in peers.values():
+            connection.close()
 
     first = threading.Thread(target=rank, args=(0,), daemon=True)
     first.start()

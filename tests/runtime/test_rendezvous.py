@@ -28,6 +28,14 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_EXTRA_WAIT", 0.5)
 
 
+def shared_by(*given: Any, **options: Any) -> str:
+    """What rank 0 shares with a rank, which leaves at once."""
+    shared, peers = rendezvous.rendezvous(*given, **options)
+    for connection in peers.values():
+        connection.close()
+    return shared
+
+
 def met(
     *ranks: tuple[int, int, Any], timeout: float = 60.0, port: int | None = None
 ) -> list[Any]:
@@ -37,7 +45,7 @@ def met(
     def one(place: int, rank: int, count: int, facts: Any) -> None:
         cluster = Cluster(rank, count, coordinator=(HOST, port))
         try:
-            found[place] = rendezvous.rendezvous(
+            found[place] = shared_by(
                 cluster,
                 facts,
                 timeout=timeout,
@@ -61,6 +69,32 @@ def met(
 
 def test_ranks_that_agree_take_what_rank_0_shares():
     assert met(*((rank, 3, SAME) for rank in range(3))) == ["of 0"] * 3
+
+
+def test_the_connections_stay_open_and_nothing_that_follows_the_answer_is_lost():
+    port, found = free_port(), dict[int, Any]()
+
+    def one(rank: int) -> None:
+        cluster = Cluster(rank, 3, coordinator=(HOST, port))
+        _, found[rank] = rendezvous.rendezvous(
+            cluster, SAME, timeout=60, shared="x", report=lambda _: None
+        )
+        if rank == 0:
+            for number, connection in found[0].items():
+                connection.sendall(f"to {number}\n".encode())
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=240)
+    assert sorted(found[0]) == [1, 2]
+    for rank in (1, 2):
+        assert found[rank][0].recv(100) == f"to {rank}\n".encode()
+        found[rank][0].sendall(b"back")
+        assert found[0][rank].recv(100) == b"back"
+    for connection in (*found[0].values(), found[1][0], found[2][0]):
+        connection.close()
 
 
 def test_every_rank_is_told_what_differs():
@@ -140,7 +174,7 @@ def test_the_handshake_of_another_rendezvous_is_not_counted():
     def one(rank: int, topic: str, timeout: float) -> None:
         cluster = Cluster(rank, 2, coordinator=(HOST, port))
         try:
-            shared = rendezvous.rendezvous(
+            shared = shared_by(
                 cluster,
                 SAME,
                 topic=topic,
@@ -307,9 +341,7 @@ def test_strangers_do_not_disturb_the_host():
 
     def rank_0() -> None:
         cluster = Cluster(0, 2, coordinator=(HOST, port))
-        shared = rendezvous.rendezvous(
-            cluster, SAME, timeout=60, shared="x", report=lambda _: None
-        )
+        shared = shared_by(cluster, SAME, timeout=60, shared="x", report=lambda _: None)
         found.append(shared)
 
     thread = threading.Thread(target=rank_0, daemon=True)
@@ -331,8 +363,6 @@ def test_strangers_do_not_disturb_the_host():
         connection.sendall(line)
         connection.close()
     cluster = Cluster(1, 2, coordinator=(HOST, port))
-    assert (
-        rendezvous.rendezvous(cluster, SAME, timeout=60, report=lambda _: None) == "x"
-    )
+    assert shared_by(cluster, SAME, timeout=60, report=lambda _: None) == "x"
     thread.join(timeout=240)
     assert found == ["x"]
