@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-_OF_THE_MACHINE = re.compile(r"second|wait|goodput|badput|slowest_rank|communication")
+_OF_THE_MACHINE = re.compile(r"second|wait|goodput|badput|communication")
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:

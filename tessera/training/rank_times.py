@@ -34,16 +34,14 @@ _SLOW: Final = 1.5
 _HOLDS_UP: Final = 0.5
 _REPEAT_WARNING_S: Final = 600.0
 _PROBES: Final = 3
-# Measurements of a slow device in a row: one may meet something else that runs there.
+# Slow measurements in a row: one may meet something else that runs there.
 _IN_A_ROW: Final = 3
-_HOST_IS_SLOW: Final = (
-    "rank %d is slow, and all others wait for it: its host takes %.4g s of each step "
-    "(data, Python), the median of the others %.4g s"
+_IS_SLOW: Final = (
+    "rank %d is slow, and all others wait for it: %s takes %.4g s, the median of the "
+    "others %.4g s"
 )
-_DEVICE_IS_SLOW: Final = (
-    "rank %d is slow, and all others wait for it: a matmul on its devices takes "
-    "%.4g s, the median of the others %.4g s"
-)
+_HOST: Final = "the host's part of a step (data, Python)"
+_DEVICE: Final = "a matmul on its devices"
 
 
 @dataclass(frozen=True)
@@ -81,29 +79,25 @@ class RankTimes:
         self._board = _jax_processes.board() if count > 1 else None
         self._steps, self._seconds, self._host = 0, 0.0, 0.0
         self._shared_at = time.monotonic()
-        self._warned: tuple[int, str] | None = None
-        self._warned_at = 0.0
-        self._slow_device, self._in_a_row = (0, 0), 0
+        # By what is slow: the rank, the number of its last time, how many in a row.
+        self._in_a_row = dict[str, tuple[int, int, int]]()
+        self._quiet_until = dict[tuple[str, int], float]()
 
-    def take(self, step: int, seconds: float, device_wait: float) -> dict[str, float]:
+    def take(self, step: int, seconds: float, device_wait: float) -> None:
         """Count a step; every few seconds, share the means, and compare them.
 
         Args:
           step: Its number.
           seconds: How long it took.
           device_wait: Of these, how long the loop waited for devices.
-
-        Returns:
-          Metrics, on rank 0 where it has compared: ``rank_seconds/slowest``,
-          ``rank_seconds/median`` and ``slowest_rank``, by host time.
         """
         if self._board is None:
-            return {}
+            return
         self._steps += 1
         self._seconds += seconds
         self._host += max(seconds - device_wait, 0.0)
         if time.monotonic() - self._shared_at < _EVERY_S:
-            return {}
+            return
         steps, self._shared_at = self._steps, time.monotonic()
         means = self._seconds / steps, self._host / steps, device_seconds(self._devices)
         self._steps, self._seconds, self._host = 0, 0.0, 0.0
@@ -113,8 +107,9 @@ class RankTimes:
             times = self._read() if self._rank == 0 else {}
         except Exception:  # the connection breaks with another rank, which others tell
             self._board = None
-            return {}
-        return self._report(step, steps, times) if len(times) == self._count else {}
+            return
+        if len(times) == self._count:
+            self._report(step, steps, times)
 
     def _read(self) -> dict[int, RankTime]:
         """The times of the ranks that have shared any; what is no time is left out."""
@@ -128,51 +123,49 @@ class RankTimes:
                 )
         return times
 
-    def _report(
-        self, step: int, steps: int, times: Mapping[int, RankTime]
-    ) -> dict[str, float]:
-        hosts = {rank: each.host for rank, each in times.items()}
-        slowest, others = slowest_of(hosts)
-        held_up = hosts[slowest] > _HOLDS_UP * times[slowest].step
-        is_slow = held_up and hosts[slowest] > _SLOW * others
+    def _report(self, step: int, steps: int, times: Mapping[int, RankTime]) -> None:
+        hosts = {rank: times[rank].host for rank in sorted(times)}
+        devices = {rank: times[rank].device for rank in sorted(times)}
+        numbers = {rank: each.number for rank, each in times.items()}
+        holds_up = _HOLDS_UP * max(each.step for each in times.values())
+        waiting = self._compare(_HOST, hosts, numbers, least=holds_up)
+        self._compare(_DEVICE, devices, numbers)
         self._records.write(
             "ranks",
             step=step,
-            seconds={str(rank): round(hosts[rank], 6) for rank in sorted(hosts)},
-            device_seconds={str(r): round(times[r].device, 6) for r in sorted(times)},
-            waiting_seconds=round(steps * (hosts[slowest] - others), 6) * is_slow,
+            seconds={str(rank): round(it, 6) for rank, it in hosts.items()},
+            device_seconds={str(rank): round(it, 6) for rank, it in devices.items()},
+            waiting_seconds=round(steps * waiting, 6),
         )
-        if is_slow:
-            self._warn(slowest, _HOST_IS_SLOW, hosts[slowest], others)
-        self._compare_devices(times)
-        return {
-            "rank_seconds/slowest": hosts[slowest],
-            "rank_seconds/median": median(hosts.values()),
-            "slowest_rank": float(slowest),
-        }
 
-    def _compare_devices(self, times: Mapping[int, RankTime]) -> None:
-        """Warn of a rank whose devices were slow in several measurements in a row."""
-        devices = {rank: each.device for rank, each in times.items()}
-        slowest, others = slowest_of(devices)
-        before, self._slow_device = self._slow_device, (slowest, times[slowest].number)
-        if devices[slowest] <= _SLOW * others:
-            self._in_a_row = 0
-        elif slowest != before[0]:
-            self._in_a_row = 1
-        elif times[slowest].number != before[1]:
-            self._in_a_row += 1
-        if self._in_a_row >= _IN_A_ROW:
-            self._warn(slowest, _DEVICE_IS_SLOW, devices[slowest], others)
+    def _compare(
+        self,
+        what: str,
+        seconds: Mapping[int, float],
+        numbers: Mapping[int, int],
+        least: float = 0.0,
+    ) -> float:
+        """Name a rank that is slow several times in a row, once in ten minutes.
 
-    def _warn(self, rank: int, text: str, own: float, others: float) -> None:
-        """Name a rank, once in ten minutes."""
-        now = time.monotonic()
-        is_known = self._warned == (rank, text)
-        if is_known and now - self._warned_at < _REPEAT_WARNING_S:
-            return
-        self._warned, self._warned_at = (rank, text), now
-        _log.warning(text, rank, own, others)
+        Returns:
+          How long the others wait for it; 0 if it is not slow.
+        """
+        slowest, others = slowest_of(seconds)
+        own, now = seconds[slowest], time.monotonic()
+        if own <= max(_SLOW * others, least):
+            self._in_a_row.pop(what, None)
+            return 0.0
+        rank, number, times = self._in_a_row.get(what, (slowest, -1, 0))
+        if rank != slowest:
+            times = 1
+        elif number != numbers[slowest]:  # else it has shared none since
+            times += 1
+        self._in_a_row[what] = slowest, numbers[slowest], times
+        quiet_until = self._quiet_until.get((what, slowest), 0.0)
+        if times >= _IN_A_ROW and now >= quiet_until:
+            self._quiet_until[what, slowest] = now + _REPEAT_WARNING_S
+            _log.warning(_IS_SLOW, slowest, what, own, others)
+        return own - others
 
 
 def slowest_of(seconds: Mapping[int, float]) -> tuple[int, float]:

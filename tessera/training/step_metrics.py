@@ -113,7 +113,7 @@ class StepMetrics:
         numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
         numbers["step_seconds"] = seconds
         numbers["data_wait_fraction"] = self._data_wait / seconds
-        numbers |= self._rank_times.take(step, seconds, self._device_wait)
+        self._rank_times.take(step, seconds, self._device_wait)
         self._data_wait = self._device_wait = 0.0
         if (share := self._mfu(seconds)) is not None:
             numbers["mfu"] = share
