@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -61,13 +61,8 @@ class Timeouts:
 class Claim(Protocol):
     """Something that only one run may have, such as the folder that it writes."""
 
-    def take(self, shared: str, lost: Callable[[TesseraError], None], /) -> None:
-        """Take it, or raise a coded error.
-
-        Args:
-          shared: What rank 0 shares.
-          lost: Ends this process, from any thread, if another run takes it over later.
-        """
+    def take(self, shared: str, /) -> None:
+        """Take what rank 0 shares, or raise a coded error."""
 
     def release(self) -> None:
         """Release it; from any thread."""
@@ -209,7 +204,7 @@ def joined(
     ):
         try:
             watchdog.enter("claim")
-            with _claimed(claim, cluster, shared, watchdog) as refusal:
+            with _claimed(claim, cluster, shared) as refusal:
                 if cluster.coordinator is not None:
                     watchdog.enter("rendezvous")
                     shared, peers = rendezvous(
@@ -280,20 +275,16 @@ def _handle_stop_signals(
 
 @contextmanager
 def _claimed(
-    claim: Claim | None, cluster: Cluster, shared: str, watchdog: Watchdog
+    claim: Claim | None, cluster: Cluster, shared: str
 ) -> Iterator[TesseraError | None]:
     """Claim what rank 0 shares; yields the error to raise on all ranks, or None."""
     if claim is None or cluster.rank:
         yield None
         return
 
-    def lost(error: TesseraError) -> None:
-        watchdog.fail()
-        exit_now(error.exit_code, f"{error}\n")
-
     with on_exit(claim.release):
         try:
-            claim.take(shared, lost)
+            claim.take(shared)
         except TesseraError as error:
             if cluster.coordinator is None:
                 raise

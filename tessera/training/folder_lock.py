@@ -23,14 +23,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, Self
 
-from tessera.errors import FolderInUseError, OutputPathError, TesseraError
+from tessera.errors import FolderInUseError, OutputPathError
 from tessera.file_locks import is_locked, lock
 from tessera.training.run_folder import cannot_write
 from tessera.untrusted_text import count_of, parse_json, printable, text_of
@@ -46,7 +46,6 @@ _SILENCE: Final = 30.0
 # of one for 90 s. On this machine it is just ending.
 _SERVERS_KEEP: Final = 150.0
 _ENDING: Final = 3.0
-_LOST: Final = 10.0
 _PAUSE: Final = 0.2
 _SAY_AFTER: Final = 2.0
 
@@ -146,19 +145,13 @@ class FolderLock:
         self._made: list[Path] = []
         self._released = threading.Event()
 
-    def take(
-        self,
-        folder: str | Path,
-        lost: Callable[[TesseraError], None] = lambda error: None,
-    ) -> None:
+    def take(self, folder: str | Path) -> None:
         """Make a folder this process's own, and the folder itself if it is not there.
 
         Waits for 150 s at most, where a holder may be gone and that has to be seen.
 
         Args:
           folder: Of the run.
-          lost: Called from a thread with what ``check`` raises, ten seconds after it
-            would: writers that call ``check`` have raised by then.
 
         Raises:
           FolderInUseError: [T710] another process holds it.
@@ -176,8 +169,7 @@ class FolderLock:
             if isinstance(error, FolderInUseError):
                 raise
             raise cannot_write(folder, error) from error
-        beating = threading.Thread(target=self._beat, args=(lost,), daemon=True)
-        beating.start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def check(self) -> None:
         """Check that the folder is where it was, and still this process's.
@@ -201,7 +193,7 @@ class FolderLock:
             raise _in_use(path.parent, newest)
         raise OutputPathError(
             "the folder of the run is not where it was",
-            got=f"{path}: {reason}{_moved_to(self._descriptor)}",
+            got=f"{path}: {reason}",
             fix="leave it in its place until the run has ended; to go on, put it back "
             "there and use training.resume=auto",
         )
@@ -253,17 +245,11 @@ class FolderLock:
             if old.number < _number(self._path.name):
                 old.path(folder).unlink(missing_ok=True)
 
-    def _beat(self, lost: Callable[[TesseraError], None]) -> None:
+    def _beat(self) -> None:
+        # Where the folder is another's, whoever writes learns it from ``check``.
         while not self._released.wait(_BEAT):
-            try:
-                self.check()
+            with suppress(OSError):
                 os.utime(self._descriptor)
-            except TesseraError as error:
-                if not self._released.wait(_LOST):
-                    lost(error)
-                return
-            except OSError:
-                continue
 
 
 def _wait_for_end(folder: Path, entry: _Entry) -> None:
@@ -358,15 +344,6 @@ def _missing(folder: Path) -> Iterator[Path]:
         if path.exists():
             return
         yield path
-
-
-def _moved_to(descriptor: int) -> str:
-    """Where the folder of an open file is now, where the system says it."""
-    with suppress(OSError):
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if not path.name.endswith(" (deleted)"):
-            return f"; it is {path.parent} now"
-    return ""
 
 
 @cache

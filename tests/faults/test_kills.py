@@ -336,7 +336,6 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
 def assert_is_taken_away(said: str, away: Path) -> None:
     """See that the run says so, and that its folder is whole in the other place."""
     assert "[T504] the folder of the run is not where it was" in said
-    assert f"; it is {away} now" in said
     assert said.rstrip().endswith("  docs: docs/errors/T504.md")
     # What was there can be gone on from when it is back.
     assert (away / "lock.1").exists()
@@ -395,7 +394,6 @@ def test_a_folder_that_is_taken_away_under_way_ends_the_run(
         assert [path.name for path in folder.iterdir()] == ["mine.txt"]
     else:
         assert "[T504] the folder of the run is not where it was" in said
-        assert "; it is " not in said
         assert said.rstrip().endswith("  docs: docs/errors/T504.md")
         assert not folder.exists()
 

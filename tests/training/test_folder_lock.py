@@ -340,13 +340,12 @@ def refusal(lock: FolderLock) -> OutputPathError:
     return caught.value
 
 
-def test_a_folder_that_is_renamed_is_noticed_and_found(lock, tmp_path):
+def test_a_folder_that_is_renamed_is_noticed(lock, tmp_path):
     lock.take(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "other")
     assert str(refusal(lock)) == (
         "[T504] the folder of the run is not where it was\n"
-        f"  got: {tmp_path}/run/lock.1: No such file or directory; it is "
-        f"{tmp_path}/other now\n"
+        f"  got: {tmp_path}/run/lock.1: No such file or directory\n"
         "  fix: leave it in its place until the run has ended; to go on, put it back "
         "there and use training.resume=auto\n"
         "  docs: docs/errors/T504.md"
