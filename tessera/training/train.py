@@ -80,7 +80,7 @@ def train(
     if here.rank == 0:
         folder = open_run_folder(choice.output_dir, composed.text, own, check)
     with (
-        tracked(folder, composed.text, choice.checkpoint, here.is_stopped) as track,
+        tracked(folder, composed.text, here.is_stopped) as track,
         MetricWriter(folder, track) as writer,
         # The launcher says whose line it is.
         Console(

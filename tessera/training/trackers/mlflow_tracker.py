@@ -40,12 +40,8 @@ def open_tracker(run: TrackedRun) -> MlflowTracker:
     """Begin a run, or go on with one."""
     mlflow = import_module("mlflow")
 
-    if run.run_id is not None:
-        opened = mlflow.start_run(run_id=run.run_id)
-    else:
-        tag = "mlflow.parentRunId"
-        parent = dict[str, str]() if run.parent is None else {tag: run.parent}
-        opened = mlflow.start_run(run_name=run.name, tags=parent)
+    name = None if run.run_id else run.name
+    opened = mlflow.start_run(run_id=run.run_id, run_name=name)
     params = {
         name: as_yaml(value)[:_LONGEST_PARAM] for name, value in walk(run.settings)
     }

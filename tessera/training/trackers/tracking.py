@@ -21,7 +21,6 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import yaml
 
 from tessera.errors import MissingLibraryError
-from tessera.training.checkpoints.checkpoint_folder import Checkpoint
 from tessera.training.run_folder import TRACKER, RunFolder, write_durably
 from tessera.untrusted_text import parse_json, printable
 
@@ -49,14 +48,12 @@ class TrackedRun:
       folder: Its folder, for files of the tracker.
       settings: Its settings, as ``config.yaml`` has them.
       run_id: The tracker's id of the run that goes on; None for a new one.
-      parent: The tracker's id of the run whose checkpoint a new one begins with.
     """
 
     name: str
     folder: Path
     settings: Mapping[str, Any]
     run_id: str | None = None
-    parent: str | None = None
 
 
 class Tracker(Protocol):
@@ -98,7 +95,6 @@ def check_tracker(tracker: str) -> None:
 def tracked(
     folder: RunFolder | None,
     config_text: str,
-    checkpoint: Checkpoint | None,
     is_stopped: Callable[[], bool],
 ) -> Iterator[Log]:
     """Track a run for the length of a ``with`` block; yields what sends numbers.
@@ -106,7 +102,6 @@ def tracked(
     Args:
       folder: The run's; None in processes that send nothing.
       config_text: The run's configuration, YAML; its ``training.tracker`` is used.
-      checkpoint: What it resumes from.
       is_stopped: Asked at the end: whether the run was told to stop.
     """
     settings = yaml.safe_load(config_text)
@@ -114,11 +109,8 @@ def tracked(
     if tracker == "none" or folder is None:
         yield lambda step, numbers: None
         return
-    own, parent = _read_id(folder.path / TRACKER, tracker), None
-    if checkpoint is not None and own is None:
-        # <run>/checkpoints/<step>
-        parent = _read_id(checkpoint.path.parent.parent / TRACKER, tracker)
-    run = TrackedRun(settings["name"], folder.path, settings, own, parent)
+    own = _read_id(folder.path / TRACKER, tracker)
+    run = TrackedRun(settings["name"], folder.path, settings, own)
     thread = _TrackerThread(tracker, run)
     try:
         yield thread.log
@@ -141,6 +133,8 @@ class _TrackerThread:
         self._thread.start()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if not self._thread.is_alive():
+            return  # it has warned
         try:
             self._lines.put_nowait((step, numbers))
         except queue.Full:
@@ -159,23 +153,14 @@ class _TrackerThread:
     def _work(self) -> None:
         try:
             tracker = _open(self._name, self._run)
-        except Exception as error:
-            self._warn(f"it gets nothing of this run: {error}")
-            self._discard()
-            return
-        while not isinstance(line := self._lines.get(), str):
-            try:
-                tracker.log(*line)
-            except Exception as error:
-                self._warn(str(error))
-        try:
+            while not isinstance(line := self._lines.get(), str):
+                try:
+                    tracker.log(*line)
+                except Exception as error:
+                    self._warn(str(error))
             tracker.finish(line)
         except Exception as error:
             self._warn(str(error))
-
-    def _discard(self) -> None:
-        while not isinstance(self._lines.get(), str):
-            pass
 
     def _warn(self, reason: str) -> None:
         if not self._is_warned:

@@ -35,12 +35,11 @@ def open_tracker(run: TrackedRun) -> WandbTracker:
     """Begin a run, or go on with one."""
     wandb = import_module("wandb")
 
-    parent = {} if run.parent is None else {"parent_run": run.parent}
     opened = wandb.init(
         id=run.run_id or uuid4().hex,
         name=run.name,
         dir=str(run.folder),
-        config={**run.settings, **parent},
+        config=dict(run.settings),
         resume="allow",
         allow_val_change=True,
         # The log of a run is its own, and no one answers questions in this thread.

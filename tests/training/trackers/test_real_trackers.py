@@ -22,7 +22,7 @@ tracking._FINISH_SECONDS = dict.fromkeys(tracking._FINISH_SECONDS, 120.0)
 folder, step, text = sys.argv[1:]
 step = int(step)
 opened = open_run_folder(Path(folder), text, continued_step=step or None)
-with tracked(opened, text, None, lambda: not step) as log:
+with tracked(opened, text, lambda: not step) as log:
     log(step + 1, {"loss": 2.5})
     log(step + 2, {"loss": 2.0, "communication_bytes/dp-fsdp": 1024.0})
 """

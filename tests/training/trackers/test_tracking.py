@@ -8,7 +8,6 @@ import json
 import logging
 import sys
 import threading
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,7 +67,7 @@ class Mlflow(ModuleType):
 
     def start_run(self, run_id: str | None = None, **given: Any) -> Any:
         if run_id is None:
-            data = SimpleNamespace(params={}, tags=given["tags"], metrics=[])
+            data = SimpleNamespace(params={}, tags={}, metrics=[])
             info = SimpleNamespace(run_id=f"run{len(self.runs)}", status="RUNNING")
             self.runs.append(SimpleNamespace(info=info, data=data))
             run_id = info.run_id
@@ -125,13 +124,11 @@ def run(
     lines: list[tuple[int, dict[str, float]]],
     *,
     config: str = CONFIG,
-    checkpoint: Path | None = None,
     stopped: bool = False,
 ) -> None:
     text = f"{config}  tracker: {tracker}\n"
-    saved: Any = checkpoint and SimpleNamespace(path=checkpoint)
     with (
-        tracked(folder, text, saved, lambda: stopped) as track,
+        tracked(folder, text, lambda: stopped) as track,
         MetricWriter(folder, track) as writer,
     ):
         for step, numbers in lines:
@@ -162,11 +159,9 @@ def test_a_resume_in_the_same_folder_goes_on_with_the_same_run(wandb, tmp_path):
     first = wandb.given["id"]
     wandb.calls.clear()
     folder = open_run_folder(tmp_path, CONFIG, continued_step=1)
-    checkpoint = tmp_path / "checkpoints" / "1"
-    run("wandb", folder, [(2, {"a": 2.0})], checkpoint=checkpoint)
+    run("wandb", folder, [(2, {"a": 2.0})])
     assert wandb.given["id"] == first
     assert wandb.given["resume"] == "allow"
-    assert "parent_run" not in wandb.given["config"]
     assert wandb.lines == [{"step": 2, "a": 2.0}]
 
 
@@ -177,24 +172,6 @@ def test_a_run_that_begins_anew_in_its_folder_is_another_run(wandb, tmp_path):
     run("wandb", open_run_folder(tmp_path, CONFIG), [])
     assert wandb.given["id"] != first
     assert json.loads((tmp_path / "tracker.1.json").read_text())["id"] == first
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
-def test_a_resume_from_another_folder_names_its_parent(
-    wandb, mlflow, tmp_path, tracker
-):
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(tracker, open_run_folder(one, CONFIG), [])
-    parent = json.loads((one / "tracker.json").read_text())["id"]
-    wandb.calls.clear()
-    folder, checkpoint = open_run_folder(two, CONFIG), one / "checkpoints" / "4"
-    run(tracker, folder, [], checkpoint=checkpoint)
-    own = json.loads((two / "tracker.json").read_text())["id"]
-    assert own != parent
-    if tracker == "wandb":
-        assert wandb.given["config"]["parent_run"] == parent
-    else:
-        assert mlflow.runs[1].data.tags == {"mlflow.parentRunId": parent}
 
 
 def test_mlflow_gets_the_settings_and_every_line(mlflow, tmp_path):
@@ -246,7 +223,7 @@ def test_the_tracker_hears_how_the_run_ended(
         folder = open_run_folder(tmp_path / tracker, CONFIG)
         try:
             text = f"{CONFIG}  tracker: {tracker}\n"
-            with tracked(folder, text, None, lambda: stopped):
+            with tracked(folder, text, lambda: stopped):
                 assert not fails
         except AssertionError:
             assert fails
