@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of a run's history: goodput, events on a time axis, slow ranks."""
+"""The sections of a run's history: goodput, and events on a time axis."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
-from statistics import fmean, median
 from typing import Final
 
 from tessera.records.events import Event
 from tessera.records.goodput import goodput_of
-from tessera.report.charts import Chart, axis, bar_chart, label, line_chart, number
-from tessera.report.markup import Section, join, paragraph
-from tessera.report.run_files import RunFiles, Series
+from tessera.report.charts import Chart, axis, bar_chart, label, number
+from tessera.report.markup import Section, paragraph
+from tessera.report.run_files import RunFiles
 
-_MOST_RANKS: Final = 16
 _MOST_SHOWN: Final = 2000
 _LONGEST_MESSAGE: Final = 1000
 # A warning about a checkpoint that could not be used, as its errors word it.
@@ -139,54 +136,3 @@ def _time(event: Event) -> str:
     except (ValueError, OverflowError, OSError):
         return "1970-01-01 00:00:00"
     return f"{moment:%Y-%m-%d %H:%M:%S}"
-
-
-def ranks(runs: Sequence[RunFiles]) -> Section:
-    """What a step takes each rank by itself: its host, and its devices."""
-    parts = [
-        chart.as_html()
-        for title, field in (
-            ("Own time of a step on each rank", "seconds"),
-            ("Device time of a step on each rank", "device_seconds"),
-        )
-        if (chart := _rank_chart(runs, title, field)) is not None
-    ]
-    if not parts:
-        sentence = "No times by rank were recorded: several processes record them."
-        parts = [paragraph(sentence)]
-    return Section("ranks", "Ranks", join(parts))
-
-
-def _rank_chart(runs: Sequence[RunFiles], title: str, field: str) -> Chart | None:
-    """The times of each rank; of many ranks those of the slowest."""
-    curves: dict[str, Series] = {}
-    words: list[str] = []
-    for run in runs:
-        by_rank = _seconds_by_rank(run, field)
-        # Devices that are not measured, as those of a CPU, took no time.
-        if not any(any(series.values()) for series in by_rank.values()):
-            continue
-        means = {rank: fmean(series.values()) for rank, series in by_rank.items()}
-        slowest = max(means, key=means.__getitem__)
-        words.append(
-            f"{run.name}: rank {slowest} is the slowest of {len(means)}, with "
-            f"{number(means[slowest])} seconds a step, where the median is "
-            f"{number(median(means.values()))}"
-        )
-        chosen = sorted(means, key=means.__getitem__)[-_MOST_RANKS:]
-        of_run = f"{run.name}: " if len(runs) > 1 else ""
-        curves |= {f"{of_run}rank {rank}": by_rank[rank] for rank in chosen}
-        if len(means) > len(chosen):
-            words.append(f"Drawn are the {len(chosen)} slowest")
-    if not curves:
-        return None
-    chart = line_chart(title, "seconds", curves)
-    return replace(chart, sentence=". ".join(words) + ".")
-
-
-def _seconds_by_rank(run: RunFiles, field: str) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
-    for event in run.of_kind("ranks"):
-        for rank, seconds in (event.get(field) or {}).items():
-            found.setdefault(rank, {})[event["step"]] = float(seconds)
-    return {rank: dict(sorted(series.items())) for rank, series in found.items()}

@@ -29,7 +29,6 @@ _SECTIONS: Final[tuple[tuple[str, Callable[[Sequence[RunFiles]], Section]], ...]
     ("Timeline of one step", devices.timeline),
     ("Goodput", history.goodput),
     ("Starts, stops and warnings", history.events),
-    ("Ranks", history.ranks),
     ("Samples", configuration.samples),
     ("Configuration", configuration.settings),
     ("Environment", configuration.environment),

@@ -106,7 +106,7 @@ def events() -> list[dict[str, Any]]:
     more = {"first_step": 81, "last_step": 200, "data_seconds": 1.0}
     again = start(1, 80, at=1e9 + 100)
     damaged = "THE CHECKPOINT OF STEP 90 IS DAMAGED: state/x is missing"
-    times, device = {"0": 0.10, "1": 0.15}, {"0": 0.05, "1": 0.02}
+    slow = "rank 1 is slow, and all others wait for it: it takes 0.3 s"
     second = {"attempt": 1}
     return [
         start(),
@@ -123,22 +123,7 @@ def events() -> list[dict[str, Any]]:
         {"time": 1e9 + 101, **second, "event": "warning", "message": damaged},
         phase("start", 1e9 + 95, 5.0, **second),
         phase("step", 1e9 + 101, 60.0, **more, **second),
-        {
-            "time": 1e9 + 160,
-            **second,
-            "event": "ranks",
-            "step": 100,
-            "seconds": times,
-            "device_seconds": device,
-        },
-        {
-            "time": 1e9 + 161,
-            **second,
-            "event": "ranks",
-            "step": 200,
-            "seconds": times,
-            "device_seconds": device,
-        },
+        {"time": 1e9 + 160, **second, "event": "warning", "message": slow},
         {
             **{"time": 1e9 + 162, **second, "event": "sample"},
             **{"step": 200, "prompt": "def f(", "text": "x):\n    return x"},

@@ -12,7 +12,7 @@ from tessera.errors import OutputPathError
 from tessera.report import page
 from tessera.report.page import report_page, write_report
 from tessera.report.run_files import RunFiles, read_run
-from tests.report.run_folders import PROGRAM, events, make_hostile_run, make_run
+from tests.report.run_folders import PROGRAM, make_hostile_run, make_run
 
 TITLES = [title for title, _ in page._SECTIONS]
 
@@ -102,8 +102,7 @@ def test_no_section_of_a_whole_run_fails(whole):
         ("Goodput", "went into steps that counted"),
         ("Starts, stops and warnings", "1 × damaged checkpoint"),
         ("Starts, stops and warnings", "begins after step 80 on 4 × cpu"),
-        ("Ranks", "rank 1 is the slowest of 2, with 0.15 seconds a step"),
-        ("Ranks", "rank 0 is the slowest of 2, with 0.05 seconds a step"),
+        ("Starts, stops and warnings", "rank 1 is slow, and all others wait for it"),
         ("Samples", "<b>def f(</b>x):\n    return x"),
         ("Configuration", "<td>deterministic</td>"),
         ("Environment", "<td>node1</td>"),
@@ -167,18 +166,6 @@ def test_memory_that_nothing_is_known_of_is_said(tmp_path):
     program = {**PROGRAM, "memory": None}
     text = report_page([read_run(make_run(tmp_path / "a", program=program))])
     assert "cannot be shown" not in section(text, "Memory")
-
-
-def test_devices_that_nothing_measured_have_no_chart(tmp_path):
-    happened = [
-        {**event, "device_seconds": {"0": 0.0, "1": 0.0}}
-        if event["event"] == "ranks"
-        else event
-        for event in events()
-    ]
-    text = report_page([read_run(make_run(tmp_path / "a", happened=happened))])
-    assert "Own time of a step on each rank" in section(text, "Ranks")
-    assert "Device time of a step" not in section(text, "Ranks")
 
 
 # What a run's files hold that is HTML stays text, wherever the page shows it.
