@@ -124,8 +124,8 @@ class ModelDefinition(ABC):
         del config, saved
         yield from ()
 
-    def unused_settings(self, config: Any) -> Iterator[tuple[str, str, str]]:
-        """Settings that this configuration does not read, why, and the fix."""
+    def unused_settings(self, config: Any) -> Iterator[tuple[str, str]]:
+        """Settings that this configuration does not read, and ``name=value``: why."""
         del config
         yield from ()
 

@@ -324,7 +324,7 @@ class Run:
           DeviceMemoryError: [T509] the devices do not hold the state.
         """
         # A size of -1 is known only now.
-        if problems := numerics_problems(self.config, self.mesh.shape):
+        if problems := list(numerics_problems(self.config, self.mesh.shape)):
             raise joined(problems)
         check_compilable(self.mesh)
         if self.config.training.precision.fp8:

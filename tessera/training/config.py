@@ -6,11 +6,13 @@ command line; ``settings_checks.py`` says what is wrong with them. The trainer s
 ``Config``, in which no OmegaConf is left. Nothing here imports JAX.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from tessera.errors import OutputPathError
 from tessera.models.axis_rules import RULES
 from tessera.models.definition import (
     DECODER,
@@ -21,7 +23,7 @@ from tessera.models.definition import (
 from tessera.training.data.data_config import DataConfig
 from tessera.training.optimizer_config import AdamWConfig, OptimizerConfig
 from tessera.training.precision import Precision, precision_of
-from tessera.training.setting_fields import MOST_COUNT, setting
+from tessera.training.setting_fields import MOST_COUNT, Limits, setting
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh
@@ -43,6 +45,14 @@ RESUME_DATA: Final = ("exact", "restart")
 TRACKERS: Final = ("none", "wandb", "mlflow")
 # The longest that anything is waited for.
 A_YEAR_S: Final = 31_536_000
+
+
+def _names_policies(remat: Any) -> bool:
+    """Whether it has the form of ``remat``; which policies there are, JAX knows."""
+    if isinstance(remat, Mapping):
+        remat = [*remat, *remat.values()]
+    names = remat if isinstance(remat, (list, tuple)) else [remat]
+    return all(isinstance(name, str) for name in names)
 
 
 @dataclass(frozen=True)
@@ -163,12 +173,21 @@ class TrainingConfig:
     mixed_precision: Any = setting("f32")  # noqa: RUF009 - it gives a field
     zero_stage: int = setting(0, least=0, most=3)
     offload_optimizer: bool = setting(False)
-    remat: Any = setting("named")  # noqa: RUF009 - it gives a field
-    loss_chunk: int | str = setting("auto")
+    remat: Any = setting(  # noqa: RUF009 - it gives a field
+        "named",
+        test=_names_policies,
+        legal="one name, a list with one for each layer, or "
+        "{global: full, local: none}",
+    )
+    loss_chunk: int | str = setting(
+        "auto", least=1, most=MOST_COUNT, choices=("auto", "none")
+    )
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
     numerics: str = setting("fast", choices=("fast", "deterministic"))
-    microshards: int = setting(8, least=1, most=2**20)
+    microshards: int = setting(
+        8, least=1, most=2**20, test=lambda n: n.bit_count() == 1, legal="a power of 2"
+    )
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
     pipeline_chunks: int = setting(1, least=1, most=10_000)
     pipeline_gather: str = setting("tick", choices=GATHERS)
@@ -187,7 +206,11 @@ class TrainingConfig:
     frozen: list[str] | None = setting(None)  # noqa: RUF009 - it gives a field
     checkpoint_every: int | None = setting(100, least=0, most=MOST_COUNT)
     keep: int | None = setting(3, least=1, most=MOST_COUNT)
-    resume: str = setting("none")
+    resume: str = setting(
+        "none",
+        test=lambda text: text and "\0" not in text,
+        legal="none, auto, or the folder of a run",
+    )
     resume_data: str = setting("exact", choices=RESUME_DATA)
     report: bool = setting(True)
     profile_communication: bool = setting(False)
@@ -338,7 +361,14 @@ class Config:
       runtime: See ``RuntimeConfig``.
     """
 
-    name: str
+    name: str = field(
+        metadata=Limits(
+            test=re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}").fullmatch,
+            legal="letters, digits, '.', '_' and '-', beginning with a letter or "
+            "digit, at most 100",
+            error=OutputPathError,
+        )
+    )
     model: ModelConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)

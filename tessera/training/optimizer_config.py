@@ -4,7 +4,7 @@
 ``optimizers.py`` makes them. Nothing here imports JAX.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -15,7 +15,14 @@ from tessera.errors import (
     UnknownOptimizerError,
     did_you_mean,
 )
-from tessera.training.setting_fields import MOST_COUNT, as_f32, problems_of, setting
+from tessera.training.setting_fields import (
+    MOST_COUNT,
+    Rule,
+    as_f32,
+    broken,
+    problems_of,
+    setting,
+)
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 SCALINGS: Final = ("none", "linear", "sqrt")
@@ -134,53 +141,48 @@ OPTIMIZERS: Final[Mapping[str, type[OptimizerConfig]]] = MappingProxyType(
 )
 
 
+_UNREAD: Final = (
+    Rule("momentum=0.0", "nesterov"),
+    Rule("schedule=constant", "final_fraction!=0.1|1.0"),
+)
+
+
 def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
-    """Every mistake in an optimizer's settings: T505 for names, T502 for values.
+    """Every mistake in an optimizer's settings.
+
+    T505 for names, T502 for values, T507 for settings that have no effect.
 
     Args:
       config: The settings.
       world_size: Data-parallel groups, by whose number the rate may be scaled.
     """
-    return [*_conflicts(config), *_ranges(config, world_size)]
-
-
-def _conflicts(config: OptimizerConfig) -> Iterator[TesseraError]:
+    errors: list[TesseraError] = []
     cls = OPTIMIZERS.get(config.name)
     if cls is not type(config):
         what = "has other settings than these" if cls else "does not exist"
-        yield UnknownOptimizerError(
-            f"optimizer {config.name!r} {what}",
-            got=f"optimizer.name={config.name}",
-            fix="choose with optimizer=<name>, which brings the settings: "
-            + did_you_mean(config.name, OPTIMIZERS),
+        errors.append(
+            UnknownOptimizerError(
+                f"optimizer {config.name!r} {what}",
+                got=f"optimizer.name={config.name}",
+                fix="choose with optimizer=<name>, which brings the settings: "
+                + did_you_mean(config.name, OPTIMIZERS),
+            )
         )
-    unset = OptimizerConfig.final_fraction
-    if config.schedule == "constant" and config.final_fraction not in (unset, 1.0):
-        yield SettingValueError(
-            "a constant learning rate has no final fraction",
-            got=f"optimizer.final_fraction={config.final_fraction}",
-            fix="leave optimizer.final_fraction out, or use optimizer.schedule="
-            "linear or cosine",
-        )
-
-
-def _ranges(config: OptimizerConfig, world_size: int) -> list[TesseraError]:
-    """What is out of range, and a learning rate that is only once it is scaled."""
-    rule = config.scale_learning_rate
     if ranges := problems_of(config, "optimizer"):
-        return ranges
+        return errors + ranges
+    rule = config.scale_learning_rate
     highest = scaled_learning_rate(config.learning_rate, world_size, rule)
-    if as_f32(highest) < float("inf"):
-        return []
-    return [
-        SettingValueError(
-            "the scaled learning rate is beyond what a float32 holds",
-            got=f"optimizer.learning_rate={config.learning_rate} scaled by "
-            f"optimizer.scale_learning_rate={rule} for {world_size} data-parallel "
-            "groups",
-            fix="use a lower optimizer.learning_rate",
+    if as_f32(highest) == float("inf"):
+        errors.append(
+            SettingValueError(
+                "the scaled learning rate is beyond what a float32 holds",
+                got=f"optimizer.learning_rate={config.learning_rate} scaled by "
+                f"optimizer.scale_learning_rate={rule} for {world_size} data-parallel "
+                "groups",
+                fix="use a lower optimizer.learning_rate",
+            )
         )
-    ]
+    return [*errors, *broken(_UNREAD, config, "optimizer")]
 
 
 def scaled_learning_rate(learning_rate: float, world_size: int, rule: str) -> float:

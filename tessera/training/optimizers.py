@@ -81,7 +81,8 @@ def make_optimizer(
 
     Raises:
       UnknownOptimizerError: [T505] there is no such optimizer or schedule.
-      SettingValueError: [T502] settings that are out of range or have no effect.
+      SettingValueError: [T502] settings that are out of range.
+      SettingConflictError: [T507] settings that have no effect.
 
     Example:
       >>> optimizer, learning_rate = make_optimizer(SgdConfig(), steps=100)

@@ -7,15 +7,16 @@ a setting means stands in the ``Attributes:`` section of its class, from where
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import getdoc
+from itertools import chain
 from types import UnionType
-from typing import Any, Final, TypedDict, Unpack, get_type_hints
+from typing import Any, Final, NamedTuple, TypedDict, Unpack, get_type_hints
 
-from tessera.errors import SettingValueError, TesseraError
+from tessera.errors import SettingConflictError, SettingValueError, TesseraError
 
 MOST_COUNT: Final = 2**31 - 1
 """What the 32-bit counters of a step hold; the bound of what has no nearer one."""
@@ -29,7 +30,9 @@ class Limits(TypedDict, total=False):
       most: The highest number.
       above: A number that it has to exceed.
       below: A number that it has to stay below.
-      choices: The texts that it may be.
+      choices: The texts that it may be; with numbers beside them, if those have limits.
+      test: What else holds of a value.
+      legal: What passes ``test``, in words.
       error: The class of the error; ``SettingValueError`` without one.
     """
 
@@ -38,6 +41,8 @@ class Limits(TypedDict, total=False):
     above: float
     below: float
     choices: Sequence[str]
+    test: Callable[[Any], object]
+    legal: str
     error: type[TesseraError]
 
 
@@ -69,17 +74,112 @@ def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
         value, limits = getattr(config, one.name), one.metadata
         if (only and one.name not in only) or _within(value, limits):
             continue
-        got = f"{group}.{one.name}={value}"
+        name = f"{group}.{one.name}".lstrip(".")
+        got = f"{name}={as_yaml(value)}"
         if isinstance(value, float) and _keeps_to(value, limits):
             got += f", which is {as_f32(value):g} as a float32"
         errors.append(
             limits.get("error", SettingValueError)(
-                f"{group}.{one.name} does not take this value",
-                got=got,
-                fix=_legal(value, limits),
+                f"{name} does not take this value", got=got, fix=_legal(value, limits)
             )
         )
     return errors
+
+
+class Rule(NamedTuple):
+    """A row of a table of settings that others exclude, or that nothing reads.
+
+    A condition is ``name=value``, ``name!=value``, or ``name`` alone, which holds where
+    a setting has not its default; ``a|b`` are two values.
+
+    Attributes:
+      when: Conditions with spaces between them, all of which hold; or none.
+      settings: Conditions of which none may hold then.
+      why: What the values of these settings do not say.
+    """
+
+    when: str
+    settings: str
+    why: str = ""
+
+
+def broken(
+    rules: Iterable[Rule],
+    config: Any,
+    group: str = "",
+    what: str = "has no effect in this run",
+) -> Iterator[TesseraError]:
+    """T507 for each rule that a configuration breaks.
+
+    Args:
+      rules: About settings of ``config``.
+      config: A dataclass of settings, or one of such.
+      group: How it is called on the command line, if it is a group.
+      what: What the message says of a setting.
+
+    Example:
+      >>> @dataclass(frozen=True)
+      ... class Oven:
+      ...     is_on: bool = setting(False)
+      ...     celsius: int = setting(180)
+      >>> oven = Oven(celsius=200)
+      >>> [e.got for e in broken([Rule("is_on=false", "celsius")], oven, "oven")]
+      ['oven.celsius=200; oven.is_on=false']
+    """
+
+    def named(conditions: str) -> list[str]:
+        return [re.split("!?=", condition)[0] for condition in conditions.split()]
+
+    def shown(names: list[str]) -> str:
+        values = (as_yaml(find(config, name)[0]) for name in names)
+        pairs = zip(names, values, strict=True)
+        return ", ".join(f"{prefix}{name}={value}" for name, value in pairs)
+
+    prefix = group and f"{group}."
+    for when, settings, why in rules:
+        if not all(_holds(config, condition) for condition in when.split()):
+            continue
+        given = named(" ".join(s for s in settings.split() if _holds(config, s)))
+        if not given:
+            continue
+        several, others = len(given) > 1, " or ".join(prefix + n for n in named(when))
+        yield SettingConflictError(
+            " and ".join(prefix + name for name in given)
+            + f" {what.replace('has', 'have') if several else what}",
+            got=f"{shown(given)}; {shown(named(when))}{why}",
+            fix=f"leave {'them' if several else 'it'} out"
+            + (others and f", or change {others}"),
+        )
+
+
+def _holds(config: Any, condition: str) -> bool:
+    """Whether a condition of a ``Rule`` holds."""
+    name, equals, values = condition.partition("=")
+    value, default = find(config, name.removesuffix("!"))
+    if not equals:
+        return value != default
+    return (as_yaml(value) in values.split("|")) != name.endswith("!")
+
+
+def find(config: Any, name: str) -> tuple[Any, Any]:
+    """A setting by its dotted name, and its default; twice None if it has none.
+
+    Of the group ``model``, the model's sizes are one level down.
+    """
+    *groups, last = name.split(".")
+    for group in groups:
+        config = getattr(config, group)
+        if not hasattr(config, last) and hasattr(config, "config"):
+            config = config.config
+    if not hasattr(config, last):
+        return None, None
+    return getattr(config, last), default_of(type(config).__dataclass_fields__[last])
+
+
+def default_of(one: Field[Any]) -> Any:
+    """The default of a dataclass's field; ``MISSING`` where it has none."""
+    made = one.default_factory
+    return one.default if made is MISSING else made()
 
 
 def joined(errors: Sequence[TesseraError]) -> TesseraError:
@@ -127,12 +227,11 @@ def describe(cls: type) -> Iterator[Description]:
                 name = f"{one.name}.{inner.name}"
                 yield Description(name, inner.type, inner.default, inner.meaning)
             continue
-        default = one.default
-        if one.default_factory is not MISSING:
-            default = one.default_factory()
+        default = default_of(one)
         shown = "" if default is MISSING else as_yaml(default)
-        choices = one.metadata.get("choices")
-        kind = " or ".join(choices) if choices else _type_name(hint)
+        limits = one.metadata
+        kinds = ["int"] * ("least" in limits), limits.get("choices", ())
+        kind = " or ".join(chain(*kinds)) if kinds[1] else _type_name(hint)
         yield Description(one.name, kind, shown, meanings.get(one.name, ""))
 
 
@@ -176,14 +275,19 @@ def as_f32(value: float) -> float:
 
 
 def _within(value: Any, limits: Mapping[str, Any]) -> bool:
-    """Whether a value keeps to its limits; null always does."""
+    """Whether a value keeps to its limits; null has to pass a test alone."""
     if value is None:
+        return "test" not in limits or bool(limits["test"](value))
+    if value in limits.get("choices", ()):
         return True
-    if "choices" in limits:
-        return value in limits["choices"]
-    if isinstance(value, float):
-        return _keeps_to(value, limits) and _keeps_to(as_f32(value), limits)
-    return type(value) is not int or _keeps_to(value, limits)
+    is_number = type(value) in (int, float)
+    if is_number and ("least" in limits or "choices" not in limits):
+        forms = (value, as_f32(value)) if isinstance(value, float) else (value,)
+        if not all(_keeps_to(form, limits) for form in forms):
+            return False
+    elif "choices" in limits:
+        return False
+    return "test" not in limits or bool(limits["test"](value))
 
 
 def _keeps_to(value: float, limits: Mapping[str, Any]) -> bool:
@@ -199,12 +303,17 @@ def _keeps_to(value: float, limits: Mapping[str, Any]) -> bool:
 
 def _legal(value: Any, limits: Mapping[str, Any]) -> str:
     """What to write instead of a value."""
-    if choices := limits.get("choices"):
-        close = get_close_matches(str(value), choices, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"{hint}use {', '.join(choices[:-1])} or {choices[-1]}"
+    options = [*limits.get("choices", ())]
+    close = get_close_matches(str(value), options, n=1)
     if "least" in limits and "most" in limits:
-        return f"use a number from {limits['least']} to {limits['most']}"
+        kind = limits.get("legal", "a number")
+        options.insert(0, f"{kind} from {limits['least']} to {limits['most']}")
+    elif "legal" in limits:
+        options.insert(0, limits["legal"])
+    if options:
+        *others, last = options
+        text = " or ".join(filter(None, (", ".join(others), last)))
+        return (f"did you mean {close[0]!r}? " if close else "") + f"use {text}"
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     ranges = [f"{words[name]} {limits[name]}" for name in words if name in limits]
     beyond = isinstance(value, float) and _keeps_to(value, limits)

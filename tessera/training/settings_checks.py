@@ -4,18 +4,15 @@
 Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what needs it.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from operator import itemgetter
-from typing import Any, Final
+from typing import Final
 
 from tessera.device_grid import checked_axes, checked_shape
 from tessera.errors import (
     BatchSizeError,
     MeshShapeError,
-    OutputPathError,
-    SettingValueError,
     TesseraError,
     UnknownAxisError,
     did_you_mean,
@@ -27,14 +24,12 @@ from tessera.training.config import (
     MESH_AXES,
     Config,
     ModelConfig,
-    TrainingConfig,
     data_parallel_groups,
 )
 from tessera.training.data import data_config as data_config
 from tessera.training.precision import precision_of
-from tessera.training.setting_conflicts import conflicts
-from tessera.training.setting_fields import MOST_COUNT, as_yaml, problems_of
-from tessera.training.unused_settings import unused_problems
+from tessera.training.setting_conflicts import conflicts, numerics_problems
+from tessera.training.setting_fields import as_yaml, problems_of
 
 # More than any machine has.
 _MOST_DEVICES: Final = 2**20
@@ -48,7 +43,7 @@ def check(settings: Config) -> list[TesseraError]:
     T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
     for the run's name, T507 for settings that exclude each other.
     """
-    errors = [*_check_name(settings.name)]
+    errors = problems_of(settings, "")
     sizes: Mapping[str, int] | None = None
     try:
         sizes = _read_mesh(settings.model)
@@ -59,34 +54,20 @@ def check(settings: Config) -> list[TesseraError]:
         *problems_of(settings.training, "training"),
     ]
     errors += ranges
-    errors += _check_training(settings.training)
-    errors += conflicts(settings, sizes)
-    if sizes is not None and not ranges:
+    for check_group in (
+        lambda: precision_of(settings.training.mixed_precision),
+        lambda: data_config.check(settings.data),
+    ):
         try:
-            settings = with_batch_sizes(settings, sizes)
-        except BatchSizeError as error:
-            if -1 not in settings.model.mesh_shape[0]:
-                errors.append(error)
-    if sizes is not None and not ranges:
-        errors += _check_elements(settings, sizes)
-    try:
-        data_config.check(settings.data)
-    except TesseraError as error:
-        errors.append(error)
+            check_group()
+        except TesseraError as error:
+            errors.append(error)
+    errors += conflicts(settings, sizes)
+    if not ranges:
+        errors += _check_batches(settings, sizes)
     groups = data_parallel_groups(sizes or {})
     errors += optimizer_config.check(settings.optimizer, groups)
-    errors += unused_problems(settings, sizes)
     return errors + problems_of(settings.runtime, "runtime")
-
-
-def _check_name(name: str) -> Iterator[TesseraError]:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        yield OutputPathError(
-            "the run's name cannot name a folder",
-            got=f"{name=}",
-            fix="use letters, digits, '.', '_' and '-', beginning with a letter or "
-            "digit, at most 100",
-        )
 
 
 def _read_mesh(model: ModelConfig) -> dict[str, int]:
@@ -115,21 +96,13 @@ def _read_mesh(model: ModelConfig) -> dict[str, int]:
     return dict(zip(axes, sizes, strict=True))
 
 
-def _check_training(training: TrainingConfig) -> Iterator[TesseraError]:
-    """Values of ``training`` whose limits are not a range or a list of choices."""
-    try:
-        precision_of(training.mixed_precision)
-    except SettingValueError as error:
-        yield error
-    if not training.resume or "\0" in training.resume:
-        yield SettingValueError(
-            "training.resume names nothing",
-            got=f"{training.resume=}",
-            fix="use none, auto, or the folder of a run",
-        )
+def _check_batches(
+    settings: Config, sizes: Mapping[str, int] | None
+) -> Iterator[TesseraError]:
+    """Whether microbatches, groups and parts of a step divide as they have to."""
+    training = settings.training
     total, every = training.gradient_accumulation_steps, training.sync_gradients_every
-    counts = "gradient_accumulation_steps", "sync_gradients_every"
-    if not problems_of(training, "training", *counts) and total % every:
+    if total % every:
         divisors = [number for number in range(1, total + 1) if total % number == 0]
         yield BatchSizeError(
             "training.sync_gradients_every does not divide "
@@ -137,31 +110,15 @@ def _check_training(training: TrainingConfig) -> Iterator[TesseraError]:
             got=f"{total} / {every} leaves {total % every}",
             fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
         )
-    # The form alone; which policies there are, JAX knows.
-    wrong = [name for name in _policies(training.remat) if not isinstance(name, str)]
-    if wrong:
-        yield SettingValueError(
-            "training.remat is made of the names of policies",
-            got=f"training.remat={as_yaml(training.remat)}: {as_yaml(wrong[0])} is no "
-            "name",
-            fix="use one name, a list with one for each layer, or "
-            "{global: full, local: none}",
-        )
-    chunk = training.loss_chunk
-    is_number = isinstance(chunk, int) and not isinstance(chunk, bool)
-    if chunk not in ("auto", "none") and not (is_number and 1 <= chunk <= MOST_COUNT):
-        yield SettingValueError(
-            "training.loss_chunk is a number of tokens",
-            got=f"{training.loss_chunk=!s}",
-            fix=f"use a number from 1 to {MOST_COUNT}, auto or none",
-        )
-
-
-def _policies(remat: Any) -> list[Any]:
-    """What ``training.remat`` is made of."""
-    if isinstance(remat, Mapping):
-        return [*remat, *remat.values()]
-    return list(remat) if isinstance(remat, (list, tuple)) else [remat]
+    if sizes is None:
+        return
+    yield from numerics_problems(settings, sizes)
+    try:
+        settings = with_batch_sizes(settings, sizes)
+    except BatchSizeError as error:
+        if -1 not in settings.model.mesh_shape[0]:
+            yield error
+    yield from _check_elements(settings, sizes)
 
 
 def _check_elements(

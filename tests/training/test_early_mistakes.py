@@ -40,7 +40,7 @@ MISTAKES = {
     "model.rope_base_local=1e39": "T405",
     "model.router_z_weight=1": "T507",
     "data=text": "T502",
-    "data.path=books": "T502",
+    "data.path=books": "T507",
     "data.synthetic.tokens=99999999999999 data=synthetic": "T502",
     "optimizer.learning_rate=1e39": "T502",
     "optimizer.learning_rate=1e-60": "T502",

@@ -199,14 +199,14 @@ def test_no_array_is_made_beside_the_parameters(optimizer):
 @pytest.mark.parametrize(
     ("overrides", "got"),
     [
-        ([], "no parameters that were trained"),
+        ([], "no parameters were trained, so there is nothing to evaluate"),
         (["training.resume=auto"], "its own folder has no checkpoints"),
-        (["training.resume=run", "data.validation_fraction=0"], "fraction=0"),
-        (["training.resume=run", "training.profile_communication=true"], "measures"),
+        (["training.resume=run", "data.validation_fraction=0"], "fraction=0.0"),
+        (["training.resume=run", "training.profile_communication=true"], "no steps"),
     ],
 )
 def test_settings_that_leave_nothing_to_evaluate_are_refused(overrides, got):
-    with pytest.raises(TesseraError, match="nothing to evaluate") as caught:
+    with pytest.raises(TesseraError) as caught:
         composed("training.eval_only=true", *overrides)
     assert caught.value.code == "T507"
     assert got in caught.value.got

@@ -273,17 +273,19 @@ def test_an_unknown_schedule_is_refused_with_a_hint():
             "optimizer.final_fraction=2.0",
             "use a number from 0 to 1",
         ),
-        (
-            SgdConfig(schedule="constant", final_fraction=0.5),
-            "optimizer.final_fraction=0.5",
-            "leave optimizer.final_fraction out, or use optimizer.schedule=linear or "
-            "cosine",
-        ),
     ],
 )
-def test_values_out_of_range_or_without_effect_are_refused(config, got, fix):
+def test_values_out_of_range_are_refused(config, got, fix):
     error = check(config)[-1]
     assert (type(error), error.got, error.fix) == (errors.SettingValueError, got, fix)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+def test_a_constant_rate_has_no_final_fraction(fraction):
+    found = check(SgdConfig(schedule="constant", final_fraction=fraction))
+    assert [error.got for error in found] == [
+        "optimizer.final_fraction=0.5; optimizer.schedule=constant"
+    ] * (fraction == 0.5)
 
 
 def test_all_mistakes_come_in_one_error():

@@ -255,4 +255,4 @@ def test_without_checkpoints_there_is_nothing_to_go_back_to(training, runtime):
     given = dataclasses.replace(given, runtime=RuntimeConfig(**runtime))
     (error,) = check(given)
     assert error.code == "T507"
-    assert error.what == "this run has no checkpoints to go back to"
+    assert error.got.endswith(": there are no checkpoints to go back to")

@@ -29,17 +29,17 @@ UNUSED = {
     ("training.profile_warmup=2",): "training.profile_communication=false",
     ("training.profile_active=2",): "training.profile_communication=false",
     ("training.keep=2", "training.checkpoint_every=null"): "checkpoint_every=null",
-    ("training.validate_every=5", NO_VALIDATION): "data.validation_fraction=0",
-    ("training.validation_sequences=5", NO_VALIDATION): "data.validation_fraction=0",
+    ("training.validate_every=5", NO_VALIDATION): "data.validation_fraction=0.0",
+    ("training.validation_sequences=5", NO_VALIDATION): "data.validation_fraction=0.0",
     ("training.sample_prompt=a", "training.sample_length=0"): "sample_length=0",
-    ("training.sample_prompt=a", SYNTHETIC): "data=synthetic, which is no text",
+    ("training.sample_prompt=a", SYNTHETIC): "data.name=synthetic, which is no text",
     (
         "training.max_skipped_steps=5",
         "training.mixed_precision=fp16",
-    ): "training.mixed_precision=fp16, whose bound is the smallest loss scale",
+    ): "training.on_spike=none: the bound is the smallest loss scale",
     ("training.spike_threshold=3",): "training.on_spike=none",
     ("training.spike_window=9",): "training.on_spike=none",
-    ("optimizer.nesterov=true", *SGD): "optimizer.momentum=0",
+    ("optimizer.nesterov=true", *SGD): "optimizer.momentum=0.0",
     ("runtime.timeline_dir=there",): "runtime.target=null",
 }
 # The same settings where something reads them.
@@ -87,6 +87,6 @@ def test_several_for_one_reason_are_one_mistake():
         "this run\n"
         "  got: model.experts_per_token=4, model.capacity_factor=1.5; "
         "model.num_experts=0\n"
-        "  fix: leave them out, or use a model with experts: model.num_experts=8\n"
+        "  fix: leave them out, or change model.num_experts\n"
         "  docs: docs/errors/T507.md"
     )

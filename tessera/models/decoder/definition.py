@@ -100,18 +100,13 @@ class DecoderDefinition(ModelDefinition):
                     f"{scales[1]:g}"
                 )
 
-    def unused_settings(self, config: DecoderConfig) -> Iterator[tuple[str, str, str]]:
+    def unused_settings(self, config: DecoderConfig) -> Iterator[tuple[str, str]]:
         """What is about experts or adapters, in a model without them."""
         if not config.lora.rank:
-            yield (
-                "model.lora.alpha model.lora.targets",
-                "model.lora.rank=0",
-                "use a model with adapters: model.lora.rank=8",
-            )
+            yield "model.lora.alpha model.lora.targets", "model.lora.rank=0"
         if not config.num_experts:
             yield (
                 "model.experts_per_token model.capacity_factor "
                 "model.router_balance_weight model.router_z_weight",
                 "model.num_experts=0",
-                "use a model with experts: model.num_experts=8",
             )

@@ -7,9 +7,17 @@ Only plain types, so that Hydra can use the classes as structured configs.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from typing import Final
 
 from tessera.errors import SettingValueError
-from tessera.training.setting_fields import MOST_COUNT, joined, problems_of, setting
+from tessera.training.setting_fields import (
+    MOST_COUNT,
+    Rule,
+    broken,
+    joined,
+    problems_of,
+    setting,
+)
 
 SOURCES = ("stdlib", "text", "mixture", "synthetic")
 FORMATS = ("auto", "text", "jsonl")
@@ -102,86 +110,60 @@ class DataConfig:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
+# Settings that a source does not read, and then those that files do not.
+_UNREAD: Final = (
+    Rule("name!=text", "path format text_key messages_key loss_on"),
+    Rule("name!=text|mixture", "max_bad_records"),
+    Rule("name=synthetic", "tokenizer num_workers cache_dir"),
+    Rule("name!=mixture", "sources"),
+    Rule("name!=synthetic", "synthetic"),
+)
+_UNREAD_BY_FILES: Final = (
+    Rule("format=text", "text_key messages_key"),
+    Rule("messages_key", "text_key"),
+    Rule("messages_key=''", "loss_on"),
+)
+
+
 def check(config: DataConfig) -> None:
     """Check that all values are legal, and that the source uses every setting.
 
     Raises:
-      SettingValueError: [T502] values are out of range, missing, or have no effect
-        here; all of them at once.
+      SettingValueError: [T502] values are out of range or missing.
+      SettingConflictError: [T507] settings have no effect here. It is the first of all
+        mistakes that decides.
 
     Example:
       >>> check(DataConfig(name="text", path="books"))
     """
     problems = problems_of(config, "data")
     problems += problems_of(config.synthetic, "data.synthetic")
-    for name, source in config.sources.items():
-        problems += problems_of(source, f"data.sources.{name}")
     # Which settings are used is only known for a source that exists.
     if config.name in SOURCES:
-        problems += _misplaced(config)
+        problems += broken(_UNREAD, config, "data")
+    files: dict[str, DataConfig | SourceConfig] = {}
+    if config.name == "text":
+        files["data"] = config
+    if config.name == "mixture":
+        problems += _source_names(config)
+        files |= {f"data.sources.{name}": each for name, each in config.sources.items()}
+    for group, each in files.items():
+        if isinstance(each, SourceConfig):
+            problems += problems_of(each, group)
+        problems += broken(_UNREAD_BY_FILES, each, group)
+        if not each.path:
+            problems.append(
+                SettingValueError(
+                    f"data={config.name} needs {group}.path",
+                    got=f"{group}.path is empty",
+                    fix=f"add {group}.path=<a file, a folder or a glob>",
+                )
+            )
     if problems:
         raise joined(problems)
 
 
-def _misplaced(config: DataConfig) -> Iterator[SettingValueError]:
-    if config.name == "text" and not config.path:
-        yield SettingValueError(
-            "data=text needs data.path",
-            got="data.path is empty",
-            fix="add data.path=<a file, a folder or a glob>",
-        )
-    if config.name == "mixture":
-        yield from _source_problems(config)
-    if config.format == "text" and config.text_key != DataConfig.text_key:
-        yield SettingValueError(
-            "data.format=text does not use data.text_key",
-            got=f"data.text_key={config.text_key}",
-            fix="use data.format=jsonl, or leave data.text_key out",
-        )
-    if config.messages_key and config.text_key != DataConfig.text_key:
-        yield SettingValueError(
-            "data.text_key and data.messages_key exclude each other",
-            got=f"data.text_key={config.text_key}, "
-            f"data.messages_key={config.messages_key}",
-            fix="leave one of them out",
-        )
-    if config.messages_key and config.format == "text":
-        yield SettingValueError(
-            "data.format=text does not use data.messages_key",
-            got=f"data.messages_key={config.messages_key}",
-            fix="use data.format=jsonl, or leave data.messages_key out",
-        )
-    if config.loss_on != "all" and not config.messages_key:
-        yield SettingValueError(
-            "data.loss_on needs data.messages_key",
-            got=f"data.loss_on={config.loss_on}",
-            fix="add data.messages_key=<name>, or leave data.loss_on out",
-        )
-    owners = {
-        "path": ("text",),
-        "format": ("text",),
-        "text_key": ("text",),
-        "messages_key": ("text",),
-        "loss_on": ("text",),
-        "max_bad_records": ("mixture", "text"),
-        "tokenizer": ("stdlib", "mixture", "text"),
-        "num_workers": ("stdlib", "mixture", "text"),
-        "cache_dir": ("stdlib", "mixture", "text"),
-        "sources": ("mixture",),
-        "synthetic": ("synthetic",),
-    }
-    default = DataConfig()
-    for name, users in owners.items():
-        value = getattr(config, name)
-        if config.name not in users and value != getattr(default, name):
-            yield SettingValueError(
-                f"data={config.name} does not use data.{name}",
-                got=f"data.{name}={value}",
-                fix=f"use data={users[-1]}, or leave data.{name} out",
-            )
-
-
-def _source_problems(config: DataConfig) -> Iterator[SettingValueError]:
+def _source_names(config: DataConfig) -> Iterator[SettingValueError]:
     example = "data.sources={web: {path: web.jsonl, weight: 3}, books: {path: books}}"
     if not config.sources:
         yield SettingValueError(
@@ -189,14 +171,10 @@ def _source_problems(config: DataConfig) -> Iterator[SettingValueError]:
             got="data.sources is empty",
             fix=f"add '{example}'",
         )
-    for name, source in config.sources.items():
+    for name in config.sources:
         if not re.fullmatch(r"[\w.-]+", name):
             yield SettingValueError(
                 "the name of a source has characters that no name of a metric has",
                 got=f"data.sources: {name!r}",
                 fix="use letters, digits, '_', '-' and '.'",
-            )
-        for error in _misplaced(source.as_text(config)):
-            yield SettingValueError(
-                f"data.sources.{name}: {error.what}", got=error.got, fix=error.fix
             )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tessera.errors import SettingValueError
+from tessera.errors import SettingConflictError, SettingValueError
 from tessera.training.data.data_config import (
     SOURCES,
     DataConfig,
@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "data"
 
 def refusal(*, synthetic=None, **settings) -> str:
     made_up = SyntheticConfig(**(synthetic or {}))
-    with pytest.raises(SettingValueError) as caught:
+    with pytest.raises((SettingValueError, SettingConflictError)) as caught:
         check(DataConfig(**settings, synthetic=made_up))
     return str(caught.value)
 
@@ -67,28 +67,29 @@ def test_text_needs_a_path():
 
 def test_a_setting_that_would_be_ignored_is_refused():
     assert refusal(path="books") == (
-        "[T502] data=stdlib does not use data.path\n"
-        "  got: data.path=books\n"
-        "  fix: use data=text, or leave data.path out\n"
-        "  docs: docs/errors/T502.md"
+        "[T507] data.path has no effect in this run\n"
+        "  got: data.path=books; data.name=stdlib\n"
+        "  fix: leave it out, or change data.name\n"
+        "  docs: docs/errors/T507.md"
     )
-    assert "data=stdlib does not use data.format" in refusal(format="jsonl")
-    assert "data=stdlib does not use data.text_key" in refusal(text_key="body")
+    assert "data.format has no effect" in refusal(format="jsonl")
+    assert "data.text_key has no effect" in refusal(text_key="body")
     whole = refusal(name="text", path="a", format="text", text_key="body")
-    assert "data.format=text does not use data.text_key" in whole
+    assert "data.text_key=body; data.format=text\n" in whole
     tokenizer = refusal(name="synthetic", tokenizer="x.json")
-    assert "data=synthetic does not use data.tokenizer" in tokenizer
+    assert "data.tokenizer=x.json; data.name=synthetic\n" in tokenizer
     synthetic = refusal(synthetic={"noise": 0.0})
-    assert "fix: use data=synthetic, or leave data.synthetic out" in synthetic
+    assert "data.synthetic has no effect" in synthetic
 
 
 def test_all_mistakes_are_told_at_once():
     assert refusal(path="books", prefetch=-1) == (
         "[T502] 2 things in the configuration cannot be used\n"
         "  got: 1. [T502] data.prefetch does not take this value: data.prefetch=-1\n"
-        "  got: 2. [T502] data=stdlib does not use data.path: data.path=books\n"
+        "  got: 2. [T507] data.path has no effect in this run: data.path=books; "
+        "data.name=stdlib\n"
         "  fix: 1. use a number from 0 to 1024\n"
-        "  fix: 2. use data=text, or leave data.path out\n"
+        "  fix: 2. leave it out, or change data.name\n"
         "  docs: docs/errors/T502.md"
     )
 
