@@ -38,7 +38,7 @@ from tessera.training.layout_checks import build_model
 from tessera.training.optimizers import make_optimizer
 from tessera.training.pipelined_model import schedule_of
 from tessera.training.setting_conflicts import numerics_problems
-from tessera.training.setting_fields import joined
+from tessera.training.setting_fields import raise_all
 from tessera.training.spikes import SpikeGuard
 from tessera.training.step import (
     StepConfig,
@@ -324,8 +324,7 @@ class Run:
           DeviceMemoryError: [T509] the devices do not hold the state.
         """
         # A size of -1 is known only now.
-        if problems := list(numerics_problems(self.config, self.mesh.shape)):
-            raise joined(problems)
+        raise_all([*numerics_problems(self.config, self.mesh.shape)])
         check_compilable(self.mesh)
         if self.config.training.precision.fp8:
             check_fp8(self.mesh)

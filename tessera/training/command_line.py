@@ -8,12 +8,12 @@ imported only once nothing is wrong with the settings themselves.
 
 import os
 import sys
-from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import hydra
 import yaml
@@ -55,7 +55,7 @@ from tessera.training.overrides import (
     refused,
     unknown_key,
 )
-from tessera.training.setting_fields import as_yaml, joined, walk
+from tessera.training.setting_fields import as_yaml, collected, joined, raise_all, walk
 from tessera.training.settings_checks import check
 from tessera.untrusted_text import printable
 
@@ -98,19 +98,20 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class _OwnModel:
-    """A model that has no file in ``configs/model``.
+class _Model:
+    """What ``model=`` names.
 
     Attributes:
       definition: What kind it is.
-      values: Settings of the group ``model`` that are not defaults.
+      values: Settings of the group ``model`` that are not defaults, if no file in
+        ``configs/model`` has them.
       weights: The folder of its weights, if it has them.
       notes: Lines for the log of the run.
       published: See ``Composed``.
     """
 
     definition: ModelDefinition
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] | None = None
     weights: str | None = None
     notes: tuple[str, ...] = ()
     published: Mapping[str, str] = field(default_factory=dict)
@@ -148,12 +149,12 @@ def read_command_line(
       arguments: None takes the process's own.
     """
     try:
-        flags, overrides = _read_flags(sys.argv[1:] if arguments is None else arguments)
+        flags = _read_flags(sys.argv[1:] if arguments is None else arguments)
         for module in flags.module:
             import_module(module)
         if flags.multirun and not (flags.help or flags.cfg):
-            return _sweep(overrides, config_dir)
-        composed = compose(overrides, config_dir)
+            return _sweep(flags.overrides, config_dir)
+        composed = compose(flags.overrides, config_dir)
         composed = replace(composed, modules=tuple(flags.module))
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
@@ -193,46 +194,20 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     parsed: list[Override] = []
     errors: list[TesseraError] = []
     for text in overrides:
-        try:
+        with collected(errors):
             parsed.append(parse(text))
-        except TesseraError as error:
-            errors.append(error)
-    choices = [override for override in parsed if is_choice(override)]
+    choices = {o.key_or_group: str(o.value()) for o in parsed if is_choice(o)}
     files = _files(config_dir)
-    own = {
-        name: model
-        for choice in choices
-        if choice.key_or_group == "model"
-        and (name := str(choice.value())) not in files["model"]
-        and (model := _own_model(name)) is not None
-    }
-    files["model"] += own
-    errors += _unknown_files(choices, files)
-    if errors:
-        raise joined(errors)
-    config = _compose_files(choices, config_dir, own)
-    # The names of sources are the user's.
-    OmegaConf.set_struct(config.data.sources, False)
-    chosen = config.model.definition
-    resumes = [o.value() for o in parsed if o.key_or_group == "training.resume"]
-    weights = next((model.weights for model in own.values()), None)
-    if weights is not None and {*resumes} <= {"none", "auto"}:
-        config.training.init_from = weights
-    for override in parsed:
-        if not is_choice(override):
-            errors += apply(override, config)
-    if config.model.definition != chosen:
-        errors.append(
-            SettingValueError(
-                "model.definition is what model= chooses",
-                got=f"model.definition={config.model.definition}",
-                fix=f"write model={config.model.definition}",
-            )
-        )
-        raise joined(errors)
-    if unsafe := list(refused(config)):
-        # Nothing is resolved before this, and with it nothing at all.
-        raise joined(errors + unsafe)
+    model = _Model(definition_of(DECODER))
+    if (name := choices.get("model", "")) not in files["model"]:
+        model = _own_model(name) or model
+    if model.values is not None:
+        choices["model"] = _OWN
+        files["model"].append(_OWN)
+    raise_all([*errors, *_unknown_files(choices, files)])
+    config = _compose_files(choices, config_dir, model)
+    settings_overrides = [each for each in parsed if not is_choice(each)]
+    errors += _override(config, settings_overrides, model)
     try:
         settings, output_dir = _values(config)
     except TesseraError as error:
@@ -242,47 +217,36 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         from tessera.training.layout_checks import layout_problems  # imports JAX
 
         errors = layout_problems(settings)
-    if errors:
-        raise joined(errors)
+    raise_all(errors)
     with open_dict(config):
         del config["hydra"]
-    notes = tuple(note for model in own.values() for note in model.notes)
-    published = next((model.published for model in own.values()), {})
-    return Composed(settings, as_text(config), Path(output_dir), notes, published)
+    folder = Path(output_dir)
+    return Composed(settings, as_text(config), folder, model.notes, model.published)
 
 
-def _own_model(name: str) -> _OwnModel | None:
-    """A folder, which has a slash in its path, or a registered model."""
-    if "/" in name:
-        folder = Path(os.path.expanduser(name))
-        values = read_config_file(folder)
-        config = family_of(values).config(values)
-        sizes = {"name": folder.resolve().name, **asdict(config)}
-        notes = tuple(
-            f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
-            for key in ignored_keys(values)
+def _override(
+    config: DictConfig, overrides: Sequence[Override], model: _Model
+) -> Iterator[TesseraError]:
+    """Change settings of a composed configuration."""
+    # The names of sources are the user's.
+    OmegaConf.set_struct(config.data.sources, False)
+    resumes = [o.value() for o in overrides if o.key_or_group == "training.resume"]
+    if model.weights is not None and all(r in ("none", "auto") for r in resumes):
+        config.training.init_from = model.weights
+    for override in overrides:
+        yield from apply(override, config)
+    if config.model.definition != model.definition.name:
+        yield SettingValueError(
+            "model.definition is what model= chooses",
+            got=f"model.definition={config.model.definition}",
+            fix=f"write model={config.model.definition}",
         )
-        texts = published_texts(folder)
-        return _OwnModel(definition_of(DECODER), sizes, str(folder), notes, texts)
-    if (definition := registered_model(name)) is None:
-        return None
-    values = {"name": definition.label, "definition": definition.name}
-    return _OwnModel(definition, values)
-
-
-def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
-    """Check the runs of ``--multirun``, then start them; the exit code."""
-    # It imports what starts processes, which one run does not need.
-    from tessera.training.sweep import combinations, sweep
-
-    _store_schemas(definition_of(DECODER))
-    for one in combinations([parse(text, is_sweep=True) for text in overrides]):
-        compose(one, config_dir)
-    return sweep(overrides, config_dir)
 
 
 def _values(config: DictConfig) -> tuple[Config, str]:
     """The settings and the output folder, with every reference resolved."""
+    # Nothing is resolved before this, and with it nothing at all.
+    raise_all([*refused(config)])
     try:
         return settings_of(config), str(config.hydra.run.dir)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -302,26 +266,49 @@ def _check_output(folder: str) -> Iterator[TesseraError]:
         )
 
 
+def _own_model(name: str) -> _Model | None:
+    """A folder, which has a slash in its path, or a registered model."""
+    if "/" in name:
+        folder = Path(os.path.expanduser(name))
+        values = read_config_file(folder)
+        config = family_of(values).config(values)
+        sizes = {"name": folder.resolve().name, **asdict(config)}
+        notes = tuple(
+            f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
+            for key in ignored_keys(values)
+        )
+        texts = published_texts(folder)
+        return _Model(definition_of(DECODER), sizes, str(folder), notes, texts)
+    if (definition := registered_model(name)) is None:
+        return None
+    values = {"name": definition.label, "definition": definition.name}
+    return _Model(definition, values)
+
+
+def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
+    """Check the runs of ``--multirun``, then start them; the exit code."""
+    # It imports what starts processes, which one run does not need.
+    from tessera.training.sweep import combinations, sweep
+
+    _store_schemas(definition_of(DECODER))
+    for one in combinations([parse(text, is_sweep=True) for text in overrides]):
+        compose(one, config_dir)
+    return sweep(overrides, config_dir)
+
+
 def _compose_files(
-    choices: Sequence[Override],
-    config_dir: Path,
-    own: Mapping[str, _OwnModel],
+    choices: Mapping[str, str], config_dir: Path, model: _Model
 ) -> DictConfig:
     """``config.yaml`` and the chosen files, merged onto the types of all settings."""
-    texts, model = [str(choice.input_line) for choice in choices], None
-    for at, choice in enumerate(choices):
-        if choice.key_or_group == "model":
-            model = own.get(str(choice.value()))
-            texts[at] = texts[at] if model is None else f"model={_OWN}"
-    _store_schemas(definition_of(DECODER) if model is None else model.definition)
-    if model is not None:
+    _store_schemas(model.definition)
+    if model.values is not None:
         ConfigStore.instance().store(group="model", name=_OWN, node=model.values)
     folder = str(config_dir.resolve())
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             return hydra.compose(
                 "config",
-                texts,
+                [f"{group}={name}" for group, name in choices.items()],
                 return_hydra_config=True,
             )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -357,38 +344,34 @@ def _files(config_dir: Path) -> dict[str, list[str]]:
 
 
 def _unknown_files(
-    choices: Sequence[Override], files: Mapping[str, Sequence[str]]
+    choices: Mapping[str, str], files: Mapping[str, Sequence[str]]
 ) -> Iterator[TesseraError]:
-    for choice in choices:
-        group, name = choice.key_or_group, str(choice.value())
+    for group, name in choices.items():
         if name not in files[group]:
             yield _UNKNOWN.get(group, SettingValueError)(
                 f"there is no {group} {name!r}",
-                got=str(choice.input_line),
+                got=f"{group}={name}",
                 fix=did_you_mean(name, files[group]),
             )
 
 
-def _read_flags(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """The flags that are taken, and the overrides among which they stood."""
-    parser = ArgumentParser(
-        add_help=False, allow_abbrev=False, usage=SUPPRESS, exit_on_error=False
-    )
+class _Flags(ArgumentParser):
+    """The flags that are taken, and overrides among them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UnknownSettingError(
+            "unknown flag",
+            got=message,
+            fix="use --help, --cfg job, --module or --multirun, or write settings as "
+            "group.setting=value",
+        )
+
+
+def _read_flags(arguments: Sequence[str]) -> Namespace:
+    parser = _Flags(add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--module", action="append", default=[])
-    try:
-        flags, rest = parser.parse_known_args(arguments)
-    except ArgumentError as error:
-        raise UnknownSettingError(
-            "a flag does not take this value", got=str(error), fix="use --cfg job"
-        ) from error
-    for flag in (argument for argument in rest if argument.startswith("-")):
-        raise UnknownSettingError(
-            "unknown flag",
-            got=flag,
-            fix="use --help, --cfg job, --module or --multirun, or write settings as "
-            "group.setting=value",
-        )
-    return flags, rest
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(arguments)

@@ -1,70 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts between OmegaConf and the dataclasses of ``config.py``."""
 
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
-from typing import Any, cast, get_type_hints
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from typing import Any, Final, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from tessera.bounded_yaml import parse_yaml
 from tessera.models.definition import DECODER, ModelDefinition, definition_of
-from tessera.training.config import (
-    Config,
-    ModelConfig,
-    RuntimeConfig,
-    TrainingConfig,
-)
-from tessera.training.data.data_config import DataConfig
-from tessera.training.optimizer_config import OPTIMIZERS, OptimizerConfig
+from tessera.training.config import Config, ModelConfig
+from tessera.training.optimizer_config import OPTIMIZERS
 
-
-@dataclass(kw_only=True)
-class _Model:
-    name: str
-    definition: str = DECODER
-    # Of two types, which OmegaConf has no list for.
-    mesh_shape: list[Any] = field(
-        default_factory=lambda: [[*part] for part in ModelConfig.mesh_shape]
-    )
-    sequence_parallel: bool = ModelConfig.sequence_parallel
-    context_parallel: str = ModelConfig.context_parallel
+# Of two types, which OmegaConf has no list for.
+_MESH_SHAPE: Final = {"mesh_shape": list[Any]}
+_OF_EVERY_MODEL: Final = [one for one in fields(ModelConfig) if one.name != "config"]
 
 
 def model_schema(definition: ModelDefinition) -> type:
     """``ModelConfig`` on the command line: its sizes stand beside the others."""
-    hints = get_type_hints(definition.config_class)
-    sizes = [
+    cls = definition.config_class
+    hints = get_type_hints(ModelConfig) | _MESH_SHAPE | get_type_hints(cls)
+    settings = [
         (one.name, hints[one.name], _copied(one))
-        for one in fields(definition.config_class)
+        for one in (*_OF_EVERY_MODEL, *fields(cls))
     ]
-    return make_dataclass("ModelSchema", sizes, bases=(_Model,), kw_only=True)
+    return make_dataclass("ModelSchema", settings, kw_only=True)
 
 
 def _copied(one: Field[Any]) -> Any:
     """The default of a dataclass's field, as a field of another one."""
     if one.default_factory is not MISSING:
         return field(default_factory=one.default_factory)
-    return field(default=one.default) if one.default is not MISSING else field()
-
-
-@dataclass
-class _Schema:
-    """``Config`` as OmegaConf types it, but for the model."""
-
-    name: str
-    model: Any
-    training: TrainingConfig
-    data: DataConfig
-    optimizer: OptimizerConfig
-    runtime: RuntimeConfig
+    return field(default=one.default)
 
 
 def schema(definition: ModelDefinition) -> DictConfig:
     """The type of every setting, for a kind of model."""
-    node = typed(_Schema)
-    node.model = typed(model_schema(definition))
-    return node
+    groups = get_type_hints(Config) | {"model": model_schema(definition)}
+    return typed(make_dataclass("Schema", groups.items()))
 
 
 def typed(cls: type) -> DictConfig:
@@ -95,8 +69,8 @@ def settings_of(config: DictConfig) -> Config:
         dict[str, Any],
         OmegaConf.to_container(config.model, resolve=True, throw_on_missing=True),
     )
-    own = {one.name: _frozen(sizes.pop(one.name)) for one in fields(_Model)}
-    sizes = {name: _frozen(value) for name, value in sizes.items()}
+    sizes = _frozen(sizes)
+    own = {one.name: sizes.pop(one.name) for one in _OF_EVERY_MODEL}
     definition = definition_of(own["definition"])
     model = ModelConfig(**own, config=definition.configure(sizes))
     return Config(name=config.name, model=model, **values)

@@ -5,13 +5,11 @@ Hydra's own help shows values alone; here are types and meanings as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from textwrap import fill
-from typing import Any
 
 from tessera.models.decoder.config import DecoderConfig
 from tessera.training.config import Config
-from tessera.training.setting_fields import Description, as_yaml, describe
+from tessera.training.setting_fields import Description, as_yaml, describe, find
 
 _HEAD = """\
 Trains a model on a mesh of devices.
@@ -52,19 +50,12 @@ def group_settings(
         yield from describe(model_class)
 
 
-def _value(config: Any, name: str) -> Any:
-    """The value of a setting; a model's sizes are one level down."""
-    if not hasattr(config, name.partition(".")[0]):
-        config = config.config
-    return attrgetter(name)(config)
-
-
 def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:
     yield fill(f"{group}={' | '.join(names)}", 80, subsequent_indent="  ") + "\n"
     cls, model_class = type(getattr(settings, group)), type(settings.model.config)
     for one in group_settings(group, cls, model_class):
-        value = _value(getattr(settings, group), one.name)
-        line = f"  {group}.{one.name}={as_yaml(value)}  ({one.type})"
+        name = f"{group}.{one.name}"
+        line = f"  {name}={as_yaml(find(settings, name)[0])}  ({one.type})"
         yield fill(line, 80, subsequent_indent=" " * 4, break_long_words=False) + "\n"
         meaning = one.meaning.replace("``", "")
         yield fill(meaning, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)

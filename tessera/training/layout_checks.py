@@ -18,6 +18,7 @@ from tessera.targets.target import Target
 from tessera.training.batch_sizes import with_batch_sizes
 from tessera.training.config import Config
 from tessera.training.device_checks import check_fp8
+from tessera.training.setting_fields import collected
 
 # Entries of a schedule's table, stages times microbatches: some seconds to make.
 _LARGEST_TABLE: Final = 2**18
@@ -43,10 +44,8 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     except TesseraError as error:
         return [error]
     errors = model_problems(settings, mesh)
-    try:
+    with collected(errors):
         _check_schedule(settings, mesh)
-    except TesseraError as error:
-        errors.append(error)
     return errors
 
 
@@ -119,29 +118,22 @@ def check_table_size(stages: int, microbatches: int) -> None:
 
 def _check_sequences(settings: Config, place: Placement) -> Iterator[BatchSizeError]:
     length, spread = settings.training.sequence_length, place.arrangement
-    chunks = spread.size * spread.runs if spread else 1
-    split = place.size("sequence") if settings.model.sequence_parallel else 1
-    step = lcm(chunks, split)
-    if length % step == 0:
-        return
-    longer = nearest(range(step, length + step + 1, step), length)
-    if length % chunks:
+    model = settings.model
+    parts = {
+        f"model.context_parallel={model.context_parallel} over cp": (
+            spread.size * spread.runs if spread else 1
+        ),
+        "model.sequence_parallel=true over " + " and ".join(place.axes("sequence")): (
+            place.size("sequence") if model.sequence_parallel else 1
+        ),
+    }
+    step = lcm(*parts.values())
+    if length % step:
+        wrong = (f"{n} parts for {what}" for what, n in parts.items() if length % n)
+        near = nearest(range(step, length + step + 1, step), length)
         yield BatchSizeError(
-            f"sequences cannot be cut into the {chunks} chunks that the devices of "
-            "mesh axis 'cp' share by model.context_parallel="
-            f"{settings.model.context_parallel}",
-            got=f"training.sequence_length={length}: {length} / {chunks} leaves "
-            f"{length % chunks}",
-            fix=f"use training.sequence_length={longer}",
-        )
-    if length % split:
-        axes = place.axes("sequence")
-        yield BatchSizeError(
-            f"sequences cannot be split evenly over mesh "
-            f"{'axis' if len(axes) == 1 else 'axes'} "
-            f"{' and '.join(map(repr, axes))}, which model.sequence_parallel asks for",
-            got=f"training.sequence_length={length}: {length} / {split} leaves "
-            f"{length % split}",
-            fix=f"use training.sequence_length={longer}, or "
-            "model.sequence_parallel=false",
+            f"sequences cannot be split evenly: {', '.join(wrong)}",
+            got=f"training.sequence_length={length}: {length} / {step} leaves "
+            f"{length % step}",
+            fix=f"use training.sequence_length={near}",
         )

@@ -28,7 +28,7 @@ from tessera.training.optimizer_config import check as check
 from tessera.training.optimizer_config import (
     scaled_learning_rate as scaled_learning_rate,
 )
-from tessera.training.setting_fields import joined
+from tessera.training.setting_fields import raise_all
 from tessera.tree import Tree
 
 # Nested containers of arrays, as parameters and gradients are.
@@ -89,8 +89,7 @@ def make_optimizer(
       >>> params = {"w": jnp.ones(3)}
       >>> updates, state = optimizer.update(params, optimizer.init(params), params)
     """
-    if problems := check(config, world_size):
-        raise joined(problems)
+    raise_all(check(config, world_size))
     rate = make_schedule(config, steps, world_size)
     transform = _with_promotion(_transform(config, rate))
     if clip_norm is not None:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tessera.errors import SettingValueError, TesseraError, UnknownSettingError
-from tessera.training.setting_fields import describe, walk
+from tessera.training.setting_fields import walk
 
 GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
@@ -99,42 +99,52 @@ def is_choice(override: Override) -> bool:
 def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
     """Change one setting of a composed configuration, or say why that cannot be."""
     key, text = override.get_key_element().lstrip("+"), _short(override.input_line)
-    if (unknown := _unknown(key, config, text)) is not None:
+    # Nothing is resolved before it is known to be harmless.
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    if (unknown := _unknown(key, values, text)) is not None:
         yield unknown
-        return
-    if override.is_add() or override.is_force_add():
+    elif override.is_add() or override.is_force_add():
         yield SettingValueError(
             "settings cannot be added, and this one is there already",
             got=text,
             fix=f"leave out the +: {text.lstrip('+')}",
         )
-        return
-    try:
-        OmegaConf.update(config, key, override.value(), merge=True)
-    except ConfigKeyError as error:
-        yield unknown_key(error, text)
-    except OmegaConfBaseException as error:
-        group, _, name = key.rpartition(".")
-        cls = OmegaConf.get_type(OmegaConf.select(config, group)) if group else None
-        kinds = {one.name: one.type for one in describe(cls)} if cls else {}
-        takes = f"give a value of type {kinds[name]}" if name in kinds else ""
-        yield SettingValueError(
-            f"{key} does not take this value",
-            got=f"{text}: {_first_line(error)}",
-            fix=takes or f"set one setting at a time: {key}.<setting>=<value>",
-        )
+    else:
+        try:
+            OmegaConf.update(config, key, override.value(), merge=True)
+        except ConfigKeyError as error:
+            yield unknown_key(error, text)
+        except OmegaConfBaseException as error:
+            yield SettingValueError(
+                f"{key} does not take this value",
+                got=f"{text}: {_first_line(error)}",
+                fix="give a value of the type that --help shows, or set one setting at "
+                "a time",
+            )
 
 
 def unknown_key(error: ConfigKeyError, where: str) -> TesseraError:
     """T501 from OmegaConf's error for a key that a typed node does not have."""
-    known = [str(key) for key in error.parent_node or ()]
-    paths = [f"{error.full_key}".rpartition(".")[0] + f".{name}" for name in known]
-    return UnknownSettingError(
-        f"there is no setting {error.full_key!r}",
-        got=where,
-        fix=_REPLACED.get(str(error.full_key))
-        or _nearest(str(error.full_key), str(error.key), known, paths),
+    key, known = str(error.full_key), [str(name) for name in error.parent_node or ()]
+    prefix = key.rpartition(".")[0]
+    return _no_setting(
+        key, str(error.key), known, [f"{prefix}.{k}" for k in known], where
     )
+
+
+def _unknown(key: str, values: Any, where: str) -> TesseraError | None:
+    """T501 where nested dicts have no such key."""
+    node = values
+    for part in key.split("."):
+        known = list(node) if isinstance(node, dict) else []
+        if part not in known:
+            break
+        node = node[part]
+    else:
+        return None
+    paths = [path for path, _ in walk(values) if not path.startswith("hydra.")]
+    known = [name for name in known if name != "hydra"]
+    return _no_setting(key, part, known, paths, where)
 
 
 def refused(config: DictConfig) -> Iterator[TesseraError]:
@@ -167,55 +177,35 @@ def _is_reserved(key: str) -> bool:
     return re.fullmatch(r"_\w+_", key) is not None
 
 
-def _unknown(key: str, config: DictConfig, text: str) -> TesseraError | None:
-    """T501 when a configuration has no such key, with the nearest that it has."""
-    # Nothing is resolved before it is known to be harmless.
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    node = values
-    for part in key.split("."):
-        known = list(node) if isinstance(node, dict) else []
-        if part not in known:
-            break
-        node = node[part]
-    else:
-        return None
-    known = [name for name in known if name != "hydra"]
-    paths = [path for path, _ in walk(values) if not path.startswith("hydra.")]
-    fix = _REPLACED.get(key) or _nearest(key, part, known, paths)
-    return UnknownSettingError(f"there is no setting {key!r}", got=text, fix=fix)
-
-
-def _nearest(key: str, part: str, known: Sequence[str], paths: Sequence[str]) -> str:
-    """What was probably meant by a key that does not exist.
+def _no_setting(
+    key: str, part: str, known: Sequence[str], paths: Sequence[str], where: str
+) -> UnknownSettingError:
+    """T501 with what was probably meant.
 
     Args:
       key: The whole key.
       part: Its first part that does not exist.
       known: What could stand in the place of that part.
       paths: Every setting by its dotted path.
+      where: What has the key.
     """
     group, _, last = key.rpartition(".")
     # Of two that are equally near, the one of the same group.
     paths = sorted(paths, key=lambda path: path.rpartition(".")[0] != group)
     names = {path: path.rpartition(".")[2] for path in paths}
-    same = [path for path in paths if names[path] == last]
     here = get_close_matches(part, known, n=1)
     # lr for learning_rate, batch_size for micro_batch_size
     short = [p for p in paths if "".join(w[:1] for w in names[p].split("_")) == last]
     within = [p for p in paths if len(last) > 2 and f"_{last}_" in f"_{names[p]}_"]
     near = get_close_matches(last, names.values(), n=1)
     elsewhere = [path for path in paths if names[path] in near]
-    if candidates := [*same, *here, *short, *within, *elsewhere]:
-        listed = _listed(known) if candidates[0] in here else ""
-        return f"did you mean {candidates[0]!r}?{listed}"
-    return _listed(known).strip() or "--help lists every setting"
-
-
-def _listed(known: Sequence[str]) -> str:
-    """What there is, unless that is too much to read."""
-    if len(known) > _MOST_LISTED:
-        return ""
-    return f" Known: {', '.join(map(repr, known)) or 'none'}"
+    same = [path for path in paths if names[path] == last]
+    candidates = [*same, *here, *short, *within, *elsewhere]
+    fixes = [f"did you mean {candidate!r}?" for candidate in candidates[:1]]
+    if len(known) <= _MOST_LISTED and candidates[:1] in ([], here):
+        fixes.append(f"Known: {', '.join(map(repr, known)) or 'none'}")
+    fix = _REPLACED.get(key) or " ".join(fixes) or "--help lists every setting"
+    return UnknownSettingError(f"there is no setting {key!r}", got=where, fix=fix)
 
 
 def _first_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ a setting means stands in the ``Attributes:`` section of its class, from where
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -182,8 +183,23 @@ def default_of(one: Field[Any]) -> Any:
     return one.default if made is MISSING else made()
 
 
+@contextmanager
+def collected(errors: list[TesseraError]) -> Iterator[None]:
+    """Keep the mistake that a block raises, and go on after the block."""
+    try:
+        yield
+    except TesseraError as error:
+        errors.append(error)
+
+
+def raise_all(errors: Sequence[TesseraError]) -> None:
+    """Raise all mistakes of a configuration, if there are any, as one error."""
+    if errors:
+        raise joined(errors)
+
+
 def joined(errors: Sequence[TesseraError]) -> TesseraError:
-    """All mistakes of a configuration as one error; a single one stays as it is."""
+    """All mistakes as one error with the code of the first; a single one as it is."""
     first, *others = errors
     if not others:
         return first

@@ -29,7 +29,7 @@ from tessera.training.config import (
 from tessera.training.data import data_config as data_config
 from tessera.training.precision import precision_of
 from tessera.training.setting_conflicts import conflicts, numerics_problems
-from tessera.training.setting_fields import as_yaml, problems_of
+from tessera.training.setting_fields import as_yaml, collected, problems_of
 
 # More than any machine has.
 _MOST_DEVICES: Final = 2**20
@@ -45,23 +45,17 @@ def check(settings: Config) -> list[TesseraError]:
     """
     errors = problems_of(settings, "")
     sizes: Mapping[str, int] | None = None
-    try:
+    with collected(errors):
         sizes = _read_mesh(settings.model)
-    except TesseraError as error:
-        errors.append(error)
     ranges = [
         *problems_of(settings.model, "model"),
         *problems_of(settings.training, "training"),
     ]
     errors += ranges
-    for check_group in (
-        lambda: precision_of(settings.training.mixed_precision),
-        lambda: data_config.check(settings.data),
-    ):
-        try:
-            check_group()
-        except TesseraError as error:
-            errors.append(error)
+    with collected(errors):
+        precision_of(settings.training.mixed_precision)
+    with collected(errors):
+        data_config.check(settings.data)
     errors += conflicts(settings, sizes)
     if not ranges:
         errors += _check_batches(settings, sizes)

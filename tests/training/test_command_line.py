@@ -237,7 +237,7 @@ def test_an_unknown_flag_says_what_to_use(capsys):
     code, _, err, calls = seen(capsys, "--experimental-rerun=x")
     assert (code, calls) == (2, [])
     assert (
-        "  got: --experimental-rerun=x\n"
+        "  got: unrecognized arguments: --experimental-rerun=x\n"
         "  fix: use --help, --cfg job, --module or --multirun, or write settings as "
         "group.setting=value\n"
     ) in err

@@ -76,20 +76,23 @@ def test_an_optimizer_takes_its_own_settings_only():
             "[T502] training.steps does not take this value\n"
             "  got: training.steps=5.5: Value '5.5' of type 'float' could not be "
             "converted to Integer\n"
-            "  fix: give a value of type int\n",
+            "  fix: give a value of the type that --help shows, or set one setting at "
+            "a time\n",
         ),
         (
             "training.clip_norm=much",
             "[T502] training.clip_norm does not take this value\n"
             "  got: training.clip_norm=much: Value 'much' of type 'str' could not be "
             "converted to Float\n"
-            "  fix: give a value of type float or null\n",
+            "  fix: give a value of the type that --help shows, or set one setting at "
+            "a time\n",
         ),
         (
             "training=null",
             "[T502] training does not take this value\n"
             "  got: training=null: field 'training' is not Optional\n"
-            "  fix: set one setting at a time: training.<setting>=<value>\n",
+            "  fix: give a value of the type that --help shows, or set one setting at "
+            "a time\n",
         ),
         (
             "training.steps=1,2",

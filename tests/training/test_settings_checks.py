@@ -110,11 +110,10 @@ def test_sequence_parallelism_needs_sequences_that_tp_divides():
     model = replace(given.model, sequence_parallel=True)
     (error,) = check(replace(given, model=model))
     assert str(error) == (
-        "[T503] sequences cannot be split evenly over mesh axis 'tp', which "
-        "model.sequence_parallel asks for\n"
+        "[T503] sequences cannot be split evenly: 4 parts for "
+        "model.sequence_parallel=true over tp\n"
         "  got: training.sequence_length=33: 33 / 4 leaves 1\n"
-        "  fix: use training.sequence_length=32 or 36, or "
-        "model.sequence_parallel=false\n"
+        "  fix: use training.sequence_length=32 or 36\n"
         "  docs: docs/errors/T503.md"
     )
 
@@ -123,8 +122,8 @@ def test_the_ring_takes_two_chunks_for_each_device_of_cp():
     given = settings(mesh_shape=((4, 2), ("cp", "tp")), sequence_length=36)
     (error,) = check(given)
     assert str(error) == (
-        "[T503] sequences cannot be cut into the 8 chunks that the devices of mesh "
-        "axis 'cp' share by model.context_parallel=ring\n"
+        "[T503] sequences cannot be split evenly: 8 parts for "
+        "model.context_parallel=ring over cp\n"
         "  got: training.sequence_length=36: 36 / 8 leaves 4\n"
         "  fix: use training.sequence_length=32 or 40\n"
         "  docs: docs/errors/T503.md"
@@ -142,11 +141,10 @@ def test_the_ring_takes_two_chunks_for_each_device_of_cp():
     split = replace(split, mesh_shape=((2, 4), ("cp", "tp")))
     (error,) = check(replace(given, model=split))
     assert str(error) == (
-        "[T503] sequences cannot be split evenly over mesh axes 'cp' and 'tp', which "
-        "model.sequence_parallel asks for\n"
+        "[T503] sequences cannot be split evenly: 8 parts for "
+        "model.sequence_parallel=true over cp and tp\n"
         "  got: training.sequence_length=36: 36 / 8 leaves 4\n"
-        "  fix: use training.sequence_length=32 or 40, or "
-        "model.sequence_parallel=false\n"
+        "  fix: use training.sequence_length=32 or 40\n"
         "  docs: docs/errors/T503.md"
     )
 

@@ -14,8 +14,8 @@ from tessera.training.setting_fields import (
     MOST_COUNT,
     Rule,
     broken,
-    joined,
     problems_of,
+    raise_all,
     setting,
 )
 
@@ -159,8 +159,7 @@ def check(config: DataConfig) -> None:
                     fix=f"add {group}.path=<a file, a folder or a glob>",
                 )
             )
-    if problems:
-        raise joined(problems)
+    raise_all(problems)
 
 
 def _source_names(config: DataConfig) -> Iterator[SettingValueError]:
