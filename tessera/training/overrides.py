@@ -114,7 +114,8 @@ def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
             OmegaConf.update(config, key, override.value(), merge=True)
         except ConfigKeyError as error:
             yield unknown_key(error, text)
-        except OmegaConfBaseException as error:
+        # Lists in lists in lists are recursion to OmegaConf.
+        except (OmegaConfBaseException, RecursionError) as error:
             yield SettingValueError(
                 f"{key} does not take this value",
                 got=f"{text}: {_first_line(error)}",

@@ -62,18 +62,17 @@ def setting(default: Any, **limits: Unpack[Limits]) -> Any:
     return field(default=default, metadata=limits)
 
 
-def problems_of(config: Any, group: str, *only: str) -> list[TesseraError]:
+def problems_of(config: Any, group: str) -> list[TesseraError]:
     """Every setting of a dataclass that is outside its limits, as its own error.
 
     Args:
       config: An instance of a dataclass whose fields are made by ``setting``.
       group: How the group is called on the command line: ``training``.
-      only: Names of the settings to look at; none is all of them.
     """
     errors: list[TesseraError] = []
     for one in fields(config):
         value, limits = getattr(config, one.name), one.metadata
-        if (only and one.name not in only) or _within(value, limits):
+        if _within(value, limits):
             continue
         name = f"{group}.{one.name}".lstrip(".")
         got = f"{name}={as_yaml(value)}"
@@ -128,26 +127,21 @@ def broken(
       ['oven.celsius=200; oven.is_on=false']
     """
 
-    def named(conditions: str) -> list[str]:
-        return [re.split("!?=", condition)[0] for condition in conditions.split()]
+    def shown(conditions: Iterable[str]) -> dict[str, str]:
+        names = [re.split("!?=", condition)[0] for condition in conditions]
+        prefix = group and f"{group}."
+        return {f"{prefix}{name}": as_yaml(find(config, name)[0]) for name in names}
 
-    def shown(names: list[str]) -> str:
-        values = (as_yaml(find(config, name)[0]) for name in names)
-        pairs = zip(names, values, strict=True)
-        return ", ".join(f"{prefix}{name}={value}" for name, value in pairs)
-
-    prefix = group and f"{group}."
     for when, settings, why in rules:
-        if not all(_holds(config, condition) for condition in when.split()):
+        given = [each for each in settings.split() if _holds(config, each)]
+        if not given or not all(_holds(config, each) for each in when.split()):
             continue
-        given = named(" ".join(s for s in settings.split() if _holds(config, s)))
-        if not given:
-            continue
-        several, others = len(given) > 1, " or ".join(prefix + n for n in named(when))
+        wrong, reasons = shown(given), shown(when.split())
+        several, others = len(wrong) > 1, " or ".join(reasons)
+        texts = (", ".join(map("=".join, each.items())) for each in (wrong, reasons))
         yield SettingConflictError(
-            " and ".join(prefix + name for name in given)
-            + f" {what.replace('has', 'have') if several else what}",
-            got=f"{shown(given)}; {shown(named(when))}{why}",
+            f"{' and '.join(wrong)} {what.replace('has', 'have') if several else what}",
+            got="; ".join(texts) + why,
             fix=f"leave {'them' if several else 'it'} out"
             + (others and f", or change {others}"),
         )

@@ -48,8 +48,9 @@ def check(settings: Config) -> list[TesseraError]:
     with collected(errors):
         sizes = _read_mesh(settings.model)
     ranges = [
-        *problems_of(settings.model, "model"),
-        *problems_of(settings.training, "training"),
+        problem
+        for group in ("model", "training", "runtime")
+        for problem in problems_of(getattr(settings, group), group)
     ]
     errors += ranges
     with collected(errors):
@@ -60,8 +61,7 @@ def check(settings: Config) -> list[TesseraError]:
     if not ranges:
         errors += _check_batches(settings, sizes)
     groups = data_parallel_groups(sizes or {})
-    errors += optimizer_config.check(settings.optimizer, groups)
-    return errors + problems_of(settings.runtime, "runtime")
+    return errors + optimizer_config.check(settings.optimizer, groups)
 
 
 def _read_mesh(model: ModelConfig) -> dict[str, int]:

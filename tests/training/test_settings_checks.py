@@ -238,8 +238,8 @@ def test_every_group_is_checked():
         "T103",
         "T502",
         "T502",
-        "T505",
         "T502",
+        "T505",
     ]
 
 
