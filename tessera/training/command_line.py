@@ -209,7 +209,7 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     settings_overrides = [each for each in parsed if not is_choice(each)]
     errors += _override(config, settings_overrides, model)
     try:
-        settings, output_dir = _values(config)
+        settings, output_dir = _values(config, model)
     except TesseraError as error:
         raise joined([*errors, error]) from error
     errors += [*check(settings), *_check_output(output_dir)]
@@ -235,19 +235,19 @@ def _override(
         config.training.init_from = model.weights
     for override in overrides:
         yield from apply(override, config)
-    if config.model.definition != model.definition.name:
-        yield SettingValueError(
-            "model.definition is what model= chooses",
-            got=f"model.definition={config.model.definition}",
-            fix=f"write model={config.model.definition}",
-        )
 
 
-def _values(config: DictConfig) -> tuple[Config, str]:
+def _values(config: DictConfig, model: _Model) -> tuple[Config, str]:
     """The settings and the output folder, with every reference resolved."""
     # Nothing is resolved before this, and with it nothing at all.
     raise_all([*refused(config)])
     try:
+        if (definition := config.model.definition) != model.definition.name:
+            raise SettingValueError(
+                "model.definition is what model= chooses",
+                got=f"model.definition={definition}",
+                fix=f"write model={definition}",
+            )
         return settings_of(config), str(config.hydra.run.dir)
     except (OmegaConfBaseException, RecursionError) as error:
         raise SettingValueError(
@@ -308,7 +308,7 @@ def _compose_files(
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             return hydra.compose(
                 "config",
-                [f"{group}={name}" for group, name in choices.items()],
+                [f"{group}='{name}'" for group, name in choices.items()],
                 return_hydra_config=True,
             )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:

@@ -157,15 +157,12 @@ def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
       world_size: Data-parallel groups, by whose number the rate may be scaled.
     """
     errors: list[TesseraError] = []
-    cls = OPTIMIZERS.get(config.name)
-    if cls is not type(config):
-        what = "has other settings than these" if cls else "does not exist"
+    if OPTIMIZERS.get(config.name) is not type(config):
         errors.append(
             UnknownOptimizerError(
-                f"optimizer {config.name!r} {what}",
+                "optimizer.name is what optimizer= chooses, with its settings",
                 got=f"optimizer.name={config.name}",
-                fix="choose with optimizer=<name>, which brings the settings: "
-                + did_you_mean(config.name, OPTIMIZERS),
+                fix=f"use optimizer=<name>: {did_you_mean(config.name, OPTIMIZERS)}",
             )
         )
     if ranges := problems_of(config, "optimizer"):

@@ -231,6 +231,7 @@ SECRET = "hunter2"
         "hydra.run.dir=out/${oc.env:SECRET}",
         "hydra.run.dir=${hydra:runtime.cwd}",
         "name=${oc.env:SECRET}",
+        "model.definition=${oc.env:SECRET}",
         "model.mesh_shape=[[1],['${oc.env:SECRET}']]",
     ],
 )

@@ -227,17 +227,17 @@ def test_an_unknown_optimizer_is_refused_with_a_hint():
     with pytest.raises(errors.UnknownOptimizerError) as caught:
         make_optimizer(AdamWConfig(name="adamm"), steps=1)
     assert str(caught.value) == (
-        "[T505] optimizer 'adamm' does not exist\n"
+        "[T505] optimizer.name is what optimizer= chooses, with its settings\n"
         "  got: optimizer.name=adamm\n"
-        "  fix: choose with optimizer=<name>, which brings the settings: did you mean "
-        "'adam'? Known: 'adamw', 'adam', 'sgd', 'lion', 'adafactor'\n"
+        "  fix: use optimizer=<name>: did you mean 'adam'? Known: 'adamw', 'adam', "
+        "'sgd', 'lion', 'adafactor'\n"
         "  docs: docs/errors/T505.md"
     )
 
 
 def test_a_name_with_another_optimizers_settings_is_refused():
     (error,) = check(AdamWConfig(name="sgd"))
-    assert error.what == "optimizer 'sgd' has other settings than these"
+    assert (error.code, error.got) == ("T505", "optimizer.name=sgd")
 
 
 def test_an_unknown_schedule_is_refused_with_a_hint():
