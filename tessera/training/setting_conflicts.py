@@ -145,7 +145,8 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
         )
     coupling = config.model.kind.row_coupling(config.model.config)
     if coupling is not None:
-        yield Rule("", "training.numerics", coupling)
+        gather = " training.pipeline_gather" * ("pp" in sizes)
+        yield Rule("", "training.numerics" + gather, coupling)
     f32 = "training.mixed_precision" * _precision(training).reduces_narrow
     if f32:
         yield Rule(
@@ -161,8 +162,6 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
         f"training.sync_gradients_every training.gradient_compression {f32}",
         ", and the stages of pp add up gradients in f32 where they arise",
     )
-    if coupling is not None:
-        yield Rule("", "training.pipeline_gather", coupling)
     yield Rule(
         "training.pipeline_chunks=1",
         "training.pipeline_schedule=interleaved",

@@ -153,7 +153,9 @@ def _holds(config: Any, condition: str) -> bool:
     value, default = find(config, name.removesuffix("!"))
     if not equals:
         return value != default
-    return (as_yaml(value) in values.split("|")) != name.endswith("!")
+    # In Python, a float may be written as an int.
+    texts = {as_yaml(value), f"{as_yaml(value)}.0"}
+    return texts.isdisjoint(values.split("|")) == name.endswith("!")
 
 
 def find(config: Any, name: str) -> tuple[Any, Any]:

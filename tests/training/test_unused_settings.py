@@ -4,10 +4,14 @@
 ``tests/fuzz/test_setting_effects.py`` looks for others, in every combination.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tessera.errors import TesseraError
+from tessera.training.data.data_config import DataConfig
 from tests.training.command_lines import composed
+from tests.training.small_settings import check, settings
 
 SGD = ("optimizer=sgd", "optimizer.momentum=0")
 NO_VALIDATION = "data.validation_fraction=0"
@@ -77,6 +81,12 @@ def test_a_setting_that_nothing_reads_is_refused(given):
 @pytest.mark.parametrize("given", USED, ids=" ".join)
 def test_where_something_reads_it_it_is_taken(given):
     assert composed(*given)
+
+
+def test_a_float_may_be_written_as_an_int():
+    given = settings(validate_every=5)
+    (error,) = check(replace(given, data=DataConfig(validation_fraction=0)))
+    assert error.got == "training.validate_every=5; data.validation_fraction=0"
 
 
 def test_several_for_one_reason_are_one_mistake():
