@@ -130,7 +130,9 @@ def _cells(row: Collective, count: int, shape: Mapping[str, int]) -> list[str]:
     calls = "≥1" if row.calls is None else str(row.calls)
     calls = f"≤{calls}" if row.conditional and row.calls is not None else calls
     return [
-        "async " * row.is_async + row.kind + ", sliced" * row.keeps_slice,
+        ("async " if row.is_async else "")
+        + row.kind
+        + (", sliced" if row.keeps_slice else ""),
         axes,
         arrays[0] if len(arrays) == 1 else f"{len(arrays)} arrays",
         format_bytes(row.nbytes),

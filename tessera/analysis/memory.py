@@ -57,7 +57,7 @@ class Memory:
         """
         parts = {**asdict(self), "peak": self.peak}
         kind = parts.pop("compiled_for")
-        title = "memory per device" + f", compiled for {kind}" * bool(kind)
+        title = "memory per device" + (f", compiled for {kind}" if kind else "")
         lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts.items()]
         return "\n".join([title, *lines])
 

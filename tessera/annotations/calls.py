@@ -40,7 +40,7 @@ def bind_call(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        plural = "s" * (len(args) != 1)
+        plural = "s" if len(args) != 1 else ""
         named = ", ".join(map(repr, kwargs))
         names = [*signature.parameters]
         unknown = [keyword for keyword in kwargs if keyword not in names]

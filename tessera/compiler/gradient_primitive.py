@@ -171,7 +171,7 @@ def _weights(weights: Any, hint: str) -> tuple[tuple[str, ...], list[Any], Any]:
                 f"weight {name!r} cannot be differentiated by",
                 got=f"dtype {leaf.dtype.name}, shape {leaf.shape}",
                 fix="give ts.grad floating-point weights only"
-                + f"\n{hint}" * bool(hint),
+                + (f"\n{hint}" if hint else ""),
             )
     return names, leaves, tree
 
@@ -202,7 +202,7 @@ def unconnected_error(
         got=f"{len(names)} of {count} weights have no path to the loss"
         + (f"\nts.grad was called at {line}" if line else ""),
         fix="compute the loss from them, leave them out, or pass allow_unused=True "
-        "to get zeros" + inner * is_inner + f"\n{hint}" * bool(hint),
+        "to get zeros" + inner * is_inner + (f"\n{hint}" if hint else ""),
     )
 
 

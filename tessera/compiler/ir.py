@@ -64,7 +64,7 @@ class Value:
         """``batch/tokens: int32[8,16] over P('dp',)`` (role)."""
         shape = ",".join(map(str, self.aval.shape))
         where = "undeclared" if self.spec is None else str(self.spec)
-        where += " on the host" * self.on_host
+        where += " on the host" if self.on_host else ""
         role = "" if self.role is Role.ARGUMENT else f" ({self.role.value})"
         return f"{self.name}: {self.aval.dtype.name}[{shape}] over {where}{role}"
 

@@ -66,7 +66,7 @@ def policies_of(remat: Any, kinds: Sequence[str]) -> Policies:
             "a list of remat policies needs one for each layer",
             got=f"remat={_shown(remat)}: {len(policies)} policies, {count} layers",
             fix=f"give {count}, or one name for all layers"
-            + ", or {global: full, local: none}" * (kinds[0] in _KINDS),
+            + (", or {global: full, local: none}" if kinds[0] in _KINDS else ""),
         )
     return policies
 

@@ -167,8 +167,11 @@ class RegisteredDefinition(ModelDefinition):
                 f"a registered model has no use for {what}",
                 got=f"{self.name}, {what}",
                 fix=f"leave it out; mesh axes are {', '.join(axes)}"
-                + "; pp and training.remat need register_model(blocks=)"
-                * (not has_blocks),
+                + (
+                    "; pp and training.remat need register_model(blocks=)"
+                    if not has_blocks
+                    else ""
+                ),
             )
         try:
             self.build(config, options, mesh).check()

@@ -72,7 +72,9 @@ class StepPlan:
         for each in self.meshes:
             found, peak = each.timeline, each.memory.peak
             parts = (found.seconds, found.compute, found.exposed, found.idle)
-            share = f"{100 * peak / capacity:.0f} %" + " (too much)" * (not each.fits)
+            share = f"{100 * peak / capacity:.0f} %" + (
+                " (too much)" if not each.fits else ""
+            )
             times = map(format_seconds, parts)
             rows.append([each.mesh.topology, *times, format_bytes(peak), share])
         yield aligned(_COLUMNS, rows, right=_COLUMNS[1:])

@@ -82,7 +82,7 @@ def counted(number: int, what: str) -> str:
       >>> counted(1, "step"), counted(1200, "step")
       ('1 step', '1,200 steps')
     """
-    return f"{number:,} {what}" + "s" * (number != 1)
+    return f"{number:,} {what}" + ("s" if number != 1 else "")
 
 
 def line_chart(
@@ -142,8 +142,8 @@ def _sentence(name: str, steps: Sequence[int], values: Sequence[float]) -> str:
         words += f", {last} at step {steps[-1]:,}"
     if bad := [s for s, v in zip(steps, values, strict=True) if not isfinite(v)]:
         shown = ", ".join(f"{step:,}" for step in bad[:5])
-        words += f"; not finite at {counted(len(bad), 'step')}: {shown}" + "…" * (
-            len(bad) > 5
+        words += f"; not finite at {counted(len(bad), 'step')}: {shown}" + (
+            "…" if len(bad) > 5 else ""
         )
     return words
 

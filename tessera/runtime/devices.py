@@ -74,12 +74,15 @@ def prepare_devices(
             f"the mesh takes {num_needed} {found.upper()} devices",
             got=f"{count} on this machine ({devices[0].device_kind})",
             fix=_smaller_meshes(axes or {"fsdp": num_needed}, count)
-            + f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
-            * (num_needed <= _jax.MOST_CPU_DEVICES),
+            + (
+                f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
+                if num_needed <= _jax.MOST_CPU_DEVICES
+                else ""
+            ),
         )
     used = count // num_needed * num_needed if takes_all else num_needed
     number = f"{used} of {count}" if used < count else f"{used}"
-    processes = f" in {num_processes} processes" * (num_processes > 1)
+    processes = f" in {num_processes} processes" if num_processes > 1 else ""
     if found != "cpu":
         kind = devices[0].device_kind
         return f"{number} {found.upper()} devices{processes} ({kind})"

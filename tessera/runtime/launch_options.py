@@ -84,7 +84,7 @@ def _with_ranks(plan: Plan, environ: Mapping[str, str]) -> Plan:
         raise ProcessLayoutError(
             "a run on several machines needs RANK, WORLD_SIZE and MASTER_ADDR",
             got=", ".join(f"{n}={environ[n]}" for n in _EXPORTED if n not in missing)
-            + f", without {' and '.join(missing)}" * bool(missing),
+            + (f", without {' and '.join(missing)}" if missing else ""),
             fix=f"export all three on each machine; or {_THIS_MACHINE}",
         )
     setters = [name for name in _OF_LAUNCHERS if name in environ]

@@ -133,8 +133,8 @@ class Launcher:
         master = plan.master or (LOOPBACK, free_port())
         first, last = plan.first_rank, plan.first_rank + plan.num_ranks - 1
         names = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        total = f" of {plan.world_size}" * (plan.world_size is not None)
-        nth = f", attempt {number + 1}" * bool(number)
+        total = f" of {plan.world_size}" if plan.world_size is not None else ""
+        nth = f", attempt {number + 1}" if number else ""
         self._log(f"starting {names}{total}{nth}")
         attempt = Attempt(
             *(self._events, plan.grace, self._log),

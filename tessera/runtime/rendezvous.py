@@ -294,7 +294,9 @@ class _Host:
         if not mistakes:
             return difference_error(found) if found else None
         named = [f"rank {each.rank}: {each.process}" for each in self._handshakes]
-        more = f"; and {len(named) - _MAX_NAMED} more" * (len(named) > _MAX_NAMED)
+        more = (
+            f"; and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+        )
         present = f"there: {'; '.join(named[:_MAX_NAMED])}{more}"
         what = f"the ranks did not meet within {self._timeout:g} s"
         if self._own.topic != START:

@@ -208,7 +208,7 @@ class StopRequests:
 
     def _announce(self, number: signal.Signals, cause: str) -> None:
         has_limit = STOP_SIGNALS[number] == exit_codes.REQUEUE
-        limit = f", in {self._grace:g} s" * has_limit
+        limit = f", in {self._grace:g} s" if has_limit else ""
         nth = "second one" if self._requested_at else "second signal"
         _log.warning(
             "%s: the run is to save and end%s; a %s ends it at once", cause, limit, nth

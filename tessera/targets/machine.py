@@ -238,7 +238,7 @@ def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(numbers, dict) or {*numbers} - optional != {*names}:
             yield f"{key} has the keys {', '.join(names)}"
         elif not all(_is_rate(key, number) for number in numbers.values()):
-            yield f"{key} has numbers above 0" + ", or 0" * (key == "overhead")
+            yield f"{key} has numbers above 0" + (", or 0" if key == "overhead" else "")
         elif key == "efficiency" and max(numbers.values()) > 1:
             yield f"{key} has shares of 1"
     links = values.get("links", ())

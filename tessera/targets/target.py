@@ -242,7 +242,8 @@ def _size_error(
     return TargetError(
         f"there is no target {text!r}",
         got=got,
-        fix=f"write {found.name}:<{kind}>" + f", such as {example}" * bool(example),
+        fix=f"write {found.name}:<{kind}>"
+        + (f", such as {example}" if example else ""),
     )
 
 

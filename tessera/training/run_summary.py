@@ -65,9 +65,9 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
 def _place(mesh: Mesh) -> str:
     """Where a mesh is that is not here."""
     if mesh.target is not None:
-        other = ", compiled for the CPU instead" * mesh.target.is_stand_in
+        other = ", compiled for the CPU instead" if mesh.target.is_stand_in else ""
         return f", of target {mesh.target}{other}"
-    return ", abstract" * mesh.is_abstract
+    return ", abstract" if mesh.is_abstract else ""
 
 
 def _parameters(model: Model) -> str:

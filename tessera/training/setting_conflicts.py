@@ -145,7 +145,7 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
         )
     coupling = config.model.kind.row_coupling(config.model.config)
     if coupling is not None:
-        gather = " training.pipeline_gather" * ("pp" in sizes)
+        gather = " training.pipeline_gather" if "pp" in sizes else ""
         yield Rule("", "training.numerics" + gather, coupling)
     f32 = "training.mixed_precision" * _precision(training).reduces_narrow
     if f32:

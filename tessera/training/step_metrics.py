@@ -165,7 +165,7 @@ class StepMetrics:
         if training.on_spike == "rollback":
             raise Spike(step, found)
         is_skipped = training.on_spike == "skip"
-        end = "; it is skipped, the parameters stay as they are" * is_skipped
+        end = "; it is skipped, the parameters stay as they are" if is_skipped else ""
         _log.warning("step %d: %s%s", step, found, end)
         most, in_a_row = training.max_skipped_steps, self._spikes_in_a_row
         if is_skipped and in_a_row > most:

@@ -146,7 +146,7 @@ def _description(event: Event) -> str:
     lines = [
         f"{event.name}: {event.kind} {'×'.join(event.axes)}".rstrip(),
         f"{event.times:g} × {each} = {total}",
-        f"waited for {format_seconds(event.exposed)}" * bool(event.exposed),
+        (f"waited for {format_seconds(event.exposed)}" if event.exposed else ""),
         event.op_name,
         event.source,
     ]

@@ -185,7 +185,7 @@ def argument_rows(program: _jax.Program) -> dict[str, bool]:
 
 def first_of(paths: Sequence[str]) -> str:
     """The first few of some paths, for an error."""
-    return ", ".join(paths[:_LISTED]) + ", …" * (len(paths) > _LISTED)
+    return ", ".join(paths[:_LISTED]) + (", …" if len(paths) > _LISTED else "")
 
 
 def first_line(error: Exception) -> str:

@@ -47,7 +47,9 @@ class Share:
         each = count * self.microbatches
         if size < 1 or size % each:
             below, above = size // each * each, (max(size, 0) // each + 1) * each
-            micro = f" / {self.microbatches} microbatches" * (self.microbatches > 1)
+            micro = (
+                f" / {self.microbatches} microbatches" if self.microbatches > 1 else ""
+            )
             raise BatchSizeError(
                 "the global batch cannot be divided evenly over the processes",
                 got=f"{size} rows{micro} / {count} processes",
@@ -151,7 +153,7 @@ def _mixed(
 
 def _grain_seed(seed: int, source: int) -> int:
     # grain's order in pass e depends on seed + e: adjacent seeds would share orders.
-    text = f"shuffle/{seed}" + f"/{source}" * bool(source)
+    text = f"shuffle/{seed}" + (f"/{source}" if source else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 

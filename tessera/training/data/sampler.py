@@ -63,7 +63,11 @@ class EpochSampler:
                 "there are too few examples for one batch",
                 got=f"{self.num_examples} examples, a batch takes {self.batch_size}",
                 fix="use a smaller batch"
-                + ", or drop_last=False" * bool(self.drop_last and self.num_examples),
+                + (
+                    ", or drop_last=False"
+                    if self.drop_last and self.num_examples
+                    else ""
+                ),
             )
 
     def __len__(self) -> int:
