@@ -150,8 +150,13 @@ class DistTensor:
     def declaration(self) -> "DistTensor":
         """A copy of the declaration, which keeps no array alive."""
         return DistTensor(
-            *(self.shape, self.layout, self.mesh, self.dtype, self.init),
-            *(self.trainable, self.name),
+            self.shape,
+            self.layout,
+            self.mesh,
+            self.dtype,
+            self.init,
+            self.trainable,
+            self.name,
         )
 
     def materialize(self, key: jax.Array | None = None) -> Any:

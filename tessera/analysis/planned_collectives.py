@@ -69,7 +69,10 @@ _SAME_ARRAY = (
 )
 _SLICES = ("slice", "slice-start", "slice-done")
 _PART_OF_ARRAY = (
-    *(*_SAME_ARRAY, *_SLICES, "dynamic-slice", "all-gather"),
+    *_SAME_ARRAY,
+    *_SLICES,
+    "dynamic-slice",
+    "all-gather",
     *("collective-permute", "collective-permute-start"),
 )
 # A TPU copies an array to its fast memory in parts, and names them together again.
@@ -77,7 +80,9 @@ _JOINS = 'custom_call_target="ConcatBitcast"'
 _CONTRACTIONS = ("dot", "convolution", "reduce", "reduce-window", "custom-call")
 _STOPS = (*_CONTRACTIONS, "parameter")
 _SAME_SUMS = (
-    *(*_SAME_ARRAY, *_SLICES, "concatenate"),
+    *_SAME_ARRAY,
+    *_SLICES,
+    "concatenate",
     *("add", "subtract", "multiply", "divide", "negate"),
 )
 _SUMS = ("all-reduce", "reduce-scatter")

@@ -118,8 +118,14 @@ def line_chart(
         low, high = (min(finite), max(finite)) if finite else ((None, 0), (None, 0))
         rows.append(
             (
-                *(name, len(steps), number(values[-1]), steps[-1]),
-                *(number(low[0]), low[1], number(high[0]), high[1]),
+                name,
+                len(steps),
+                number(values[-1]),
+                steps[-1],
+                number(low[0]),
+                low[1],
+                number(high[0]),
+                high[1],
             )
         )
     longest = max(map(len, curves.values()))

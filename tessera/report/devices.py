@@ -69,8 +69,12 @@ def memory(runs: Sequence[RunFiles]) -> Section:
         "memory",
         "Memory",
         Chart(
-            *(chart.title, chart.sentence, [*chart.traces, *lines]),
-            *(chart.layout, ("what", "size"), chart.rows),
+            chart.title,
+            chart.sentence,
+            [*chart.traces, *lines],
+            chart.layout,
+            ("what", "size"),
+            chart.rows,
         ).as_html(),
     )
 
@@ -135,7 +139,8 @@ def mesh(runs: Sequence[RunFiles]) -> Section:
             kind = sent["kind"]
             bar[kind] = bar.get(kind, 0.0) + sent["bytes"] / 2**20
             rows[f"{run.name}: {over}, {kind}"] = [
-                *(sent["calls"], f"{number(sent['bytes'] / 2**20)} MiB"),
+                sent["calls"],
+                f"{number(sent['bytes'] / 2**20)} MiB",
             ]
     if bars:
         total = sum(size for bar in bars.values() for size in bar.values())

@@ -137,7 +137,9 @@ class Launcher:
         nth = f", attempt {number + 1}" if number else ""
         self._log(f"starting {names}{total}{nth}")
         attempt = Attempt(
-            *(self._events, plan.grace, self._log),
+            self._events,
+            plan.grace,
+            self._log,
             lambda: end_attempt(folder, number),
         )
         for local_rank in range(plan.num_ranks):
@@ -148,8 +150,11 @@ class Launcher:
             }
             attempt.ranks.append(
                 RankProcess(
-                    *(plan.command, environment, first + local_rank),
-                    *(self._show, self._events.put),
+                    plan.command,
+                    environment,
+                    first + local_rank,
+                    self._show,
+                    self._events.put,
                 )
             )
         return attempt

@@ -65,8 +65,11 @@ _MAX_NAMED: Final = 16
 _ERRORS: Final = {
     kind.code: kind
     for kind in (
-        *(CoordinatorError, MissingRanksError, RanksDifferError),
-        *(FolderInUseError, OutputPathError),
+        CoordinatorError,
+        MissingRanksError,
+        RanksDifferError,
+        FolderInUseError,
+        OutputPathError,
     )
 }
 

@@ -25,7 +25,9 @@ TRACKER: Final = "tracker.json"
 
 _METRICS: Final = "metrics.jsonl"
 _NAMES: Final = (
-    *("train.log", _METRICS, "tensorboard"),
+    "train.log",
+    _METRICS,
+    "tensorboard",
     *("profile", "config.yaml", "program.json"),
 )
 # What stays where a run goes on in its folder, whose report is of all attempts.

@@ -67,7 +67,7 @@ class StepMetrics:
         self._data_wait = self._device_wait = 0.0
         mesh = run.mesh.jax
         self._rank_times = RankTimes(
-            *(mesh.local_devices, jax.process_index(), jax.process_count(), records)
+            mesh.local_devices, jax.process_index(), jax.process_count(), records
         )
         self._skipped_in_a_row = self._spikes_in_a_row = 0
 
@@ -195,7 +195,9 @@ class StepMetrics:
         _log.warning(
             "step %d is skipped, the parameters stay as they are: loss %g, norm of the "
             "gradients %g",
-            *(step, loss, norm),
+            step,
+            loss,
+            norm,
         )
         most = self._run.config.training.max_skipped_steps
         if in_a_row <= most:

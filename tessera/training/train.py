@@ -90,12 +90,17 @@ def train(
         ) as console,
         reported(folder if settings.training.report else None),
         recorded(
-            *(folder, clock),
+            folder,
+            clock,
             resumed_step=own,
             **description_of(run.mesh, here.count),
         ) as records,
         Checkpoints(
-            *(run, choice.root, composed.text, own, check),
+            run,
+            choice.root,
+            composed.text,
+            own,
+            check,
             published=_published(composed, choice.checkpoint),
         ) as checkpoints,
     ):
@@ -117,8 +122,13 @@ def train(
             here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")
         trainer = Trainer(
-            *(run, corpus, console, writer, Window.of(run, folder, writer)),
-            *(checkpoints, choice.checkpoint),
+            run,
+            corpus,
+            console,
+            writer,
+            Window.of(run, folder, writer),
+            checkpoints,
+            choice.checkpoint,
             callbacks=Callbacks(here.watchdog.enter, here.should_continue, records),
         )
         trainer.train()

@@ -143,8 +143,12 @@ class Simulation:
                     if is_drawn:
                         slices.append(
                             _slice(
-                                *(transfer.instruction, transfer.kind, start),
-                                *(transfer.seconds, share, transfer),
+                                transfer.instruction,
+                                transfer.kind,
+                                start,
+                                transfer.seconds,
+                                share,
+                                transfer,
                             )
                         )
                 case Wait(key):

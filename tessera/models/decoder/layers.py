@@ -143,7 +143,7 @@ class Projection(nnx.Module):
             rank = {"lora_rank": config.lora.rank}
             # Uniform up to 1 / sqrt(fan-in), as PEFT initializes A.
             uniform = jax.nn.initializers.variance_scaling(
-                *(1 / 3, "fan_in", "uniform", tuple(range(1, first)), first, 0)
+                1 / 3, "fan_in", "uniform", tuple(range(1, first)), first, 0
             )
             self.lora_dims = (*inputs, "lora_rank"), ("lora_rank", *outputs)
             # A key of its own: the weights are those of the model without adapters.

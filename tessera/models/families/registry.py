@@ -20,7 +20,12 @@ CONFIG_FILE: Final = "config.json"
 _LONGEST: Final = 2**24
 
 FAMILIES: Final[tuple[Family, ...]] = (
-    *(GEMMA3, GEMMA2, LLAMA3, MISTRAL, QWEN3, QWEN3_MOE),
+    GEMMA3,
+    GEMMA2,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    QWEN3_MOE,
 )
 
 # Fields that a folder does not have: they change training or speed, not the model; and

@@ -94,8 +94,12 @@ class ResumePlan:
         """Meshes, a table of arrays, bytes for each host, and problems."""
         rows = [
             [
-                *(move.name, move.form, move.before, move.now),
-                *(format_bytes(move.nbytes), format_bytes(move.device_nbytes)),
+                move.name,
+                move.form,
+                move.before,
+                move.now,
+                format_bytes(move.nbytes),
+                format_bytes(move.device_nbytes),
             ]
             for move in self.moves
         ]

@@ -14,7 +14,10 @@ from tessera.training.data.tokenizer_folder import TOOL_TEMPLATE
 _OWN: Final = ("tokenizer.json", "tokenizer.model")
 _BESIDE: Final = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", TOOL_TEMPLATE, GENERATION_FILE),
+    "chat_template.jinja",
+    "chat_template.json",
+    TOOL_TEMPLATE,
+    GENERATION_FILE,
     *("vocab.json", "merges.txt"),
 )
 

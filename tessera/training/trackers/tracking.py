@@ -167,7 +167,8 @@ class _TrackerThread:
             self._is_warned = True
             _log.warning(
                 "numbers are missing in %s, and the run goes on: %s",
-                *(self._name, printable(reason, longest=500)),
+                self._name,
+                printable(reason, longest=500),
             )
 
 
