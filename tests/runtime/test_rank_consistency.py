@@ -23,7 +23,7 @@ def test_versions_are_those_that_are_installed():
     found = version_fingerprint()
     assert found["python"] == platform.python_version()
     assert found["jax"] == jax.__version__
-    assert "tessera" in found
+    assert "tessera-spmd" in found
 
 
 def test_code_is_every_file_of_the_package_and_changes_with_it(monkeypatch, tmp_path):

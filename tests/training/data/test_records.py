@@ -310,5 +310,5 @@ def test_zstd_gives_the_same_records_also_of_several_frames(tmp_path):
 def test_a_missing_library_of_a_format_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.zst").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataFormatError, match=r"pip install 'tessera\[data\]'"):
+    with pytest.raises(DataFormatError, match=r"pip install 'tessera-spmd\[data\]'"):
         records_of(tmp_path / "a.jsonl.zst")
