@@ -19,10 +19,6 @@ from tessera.compiler.trace.control_flow.active_conversion import (
     Conversion,
     conversion_context,
 )
-from tessera.compiler.trace.control_flow.mutable_objects import (
-    differences,
-    is_iterator,
-)
 from tessera.compiler.trace.control_flow.reachability import Reach
 from tessera.compiler.trace.control_flow.user_code import is_user_code, prints
 from tessera.errors import ControlFlowError
@@ -51,6 +47,7 @@ class ExternalState:
         body = getattr(function, "body", function)
         reach = Reach([body], [("", value) for value in self.arguments], None)
         self._before = [(owner, owner.content()) for owner in reach.mutable_objects]
+        self._iterators, self._is_traced = reach.iterators, False
 
     @property
     def targets(self) -> dict[int, Any]:
@@ -58,20 +55,20 @@ class ExternalState:
         return {id(owner.target): owner.target for owner, _ in self._before}
 
     def restore(self) -> None:
-        """Undo what a trace changed.
+        """Undo what earlier traces changed; called before each trace.
 
         Raises:
-          ControlFlowError: [T319] it used up an iterator.
+          ControlFlowError: [T319] they may have moved on an iterator.
         """
         for owner, before in self._before:
             owner.fill(before)
-            if is_iterator(owner.target) and differences(before, owner.content()):
-                raise ControlFlowError(
-                    f"{owner.path!r} is moved on by a function that is traced more "
-                    "than once",
-                    got=f"a {type(owner.target).__name__} from outside of it",
-                    fix="take from it before the call, and pass what it gives",
-                )
+        for name, iterator in self._iterators if self._is_traced else ():
+            raise ControlFlowError(
+                f"{name!r} is moved on by a function that is traced more than once",
+                got=f"a {type(iterator).__name__} from outside of it",
+                fix="take from it before the call, and pass what it gives",
+            )
+        self._is_traced = True
 
 
 def with_control_flow(
@@ -101,7 +98,6 @@ def with_control_flow(
             if not value_requests and not _needs_value(error):
                 raise
         _seen.add(function)
-        outside.restore()
     module = getattr(function, "__module__", None) or ""
     conversion = Conversion(module.partition(".")[0], outside.targets)
     try:

@@ -20,7 +20,6 @@ from tessera.compiler.trace.control_flow.mutable_objects import (
     DictEntries,
     ListItems,
     MutableObject,
-    is_iterator,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
 from tessera.compiler.trace.control_flow.user_code import free_variables
@@ -66,6 +65,9 @@ class Key(NamedTuple):
 class State:
     """The variables of a block, and everything else that its code can change.
 
+    Attributes:
+      iterators: Iterators from before it that its code can move on, with their names.
+
     Args:
       functions: The functions that are its code.
       values: Other objects that they use, with their names in messages.
@@ -84,6 +86,7 @@ class State:
         code: list[Any] = [each for each in functions if each]
         reach = Reach(code, values, outside)
         self._mutable_objects, self._arrays = reach.mutable_objects, reach.arrays
+        self.iterators = reach.iterators
         self._dead = {
             id(cell)
             for function in code
@@ -92,11 +95,6 @@ class State:
         }
         targets = [owner.target for owner in self._mutable_objects]
         self._ids = {id(target) for target in (*targets, *self._arrays)}
-
-    @property
-    def has_iterators(self) -> bool:
-        """Whether the code can advance an iterator that existed before."""
-        return any(is_iterator(owner.target) for owner in self._mutable_objects)
 
     def holds(self, target: Any) -> bool:
         """Whether an object existed before the block."""

@@ -8,14 +8,22 @@ user's functions that it is handed are converted.
 import collections
 import functools
 import inspect
+import random
 import sys
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tessera import _jax, _jax_traces
 from tessera.compiler.trace.control_flow import branches, iterables, loops, printing
@@ -95,7 +103,7 @@ def converted_call(
     made = None if target is None else converted(target)
     if made is not None:
         return made(*bound, *args, **kwargs)
-    _require_tracked(function, args)
+    _require_tracked(function, args, kwargs)
     args = tuple(map(_callback, args))
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
     result = function(*args, **kwargs)
@@ -127,11 +135,16 @@ _FRAME_READERS = (globals, locals, vars, dir, eval, exec, super)
 _STATEFUL = frozenset(
     {"_contextvars", "_io", "_queue", "_socket", "_thread", "_weakref", "array"}
     | {"asyncio", "contextvars", "io", "multiprocessing", "os", "posix", "queue"}
-    | {"shutil", "socket", "subprocess", "threading", "weakref"}
+    | {"random", "shutil", "socket", "subprocess", "threading", "weakref"}
 )
 
 
-def _require_tracked(function: Any, args: tuple[Any, ...]) -> None:
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _require_tracked(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse a call that reads the frame, or whose side effects are not tracked."""
     if not args and any(function is each for each in _FRAME_READERS):
         raise ControlFlowError(
@@ -145,9 +158,21 @@ def _require_tracked(function: Any, args: tuple[Any, ...]) -> None:
     has_owner = owner is not None and not isinstance(owner, (ModuleType, type))
     kinds = type(owner).__mro__ if has_owner else (function,)
     modules = {getattr(kind, "__module__", None) or "" for kind in kinds}
-    if function is input or any(m.partition(".")[0] in _STATEFUL for m in modules):
+    is_stateful = any(
+        m.partition(".")[0] in _STATEFUL or m.startswith("numpy.random")
+        for m in modules
+    )
+    is_handed = any(map(_is_random, (*args, *kwargs.values())))
+    if is_stateful or is_handed or function is input:
         name = getattr(function, "__qualname__", repr(function))
         raise untracked_error(f"a call of {name}()")
+
+
+def _is_random(value: Any) -> bool:
+    """Whether a value is a random generator, or a method of one."""
+    is_method = isinstance(value, (BuiltinMethodType, MethodType))
+    owner = value.__self__ if is_method else value
+    return isinstance(owner, _RANDOM)
 
 
 def check_assignment(value: Any) -> Any:
@@ -157,8 +182,10 @@ def check_assignment(value: Any) -> Any:
       ControlFlowError: [T319] it is in a traced block, and is not tracked.
     """
     conversion = current()
-    in_block = conversion is not None and conversion.blocks
-    if in_block and not is_tracked(value) and not isinstance(value, jax.Array):
+    if conversion is None or not conversion.blocks or isinstance(value, jax.Array):
+        return value
+    is_locked = isinstance(value, np.ndarray) and not value.flags.writeable
+    if is_locked or not is_tracked(value):
         kind = type(value)
         raise untracked_error(f"an assignment into a {kind.__module__}.{kind.__name__}")
     return value
@@ -171,7 +198,7 @@ def untracked_error(use: str) -> ControlFlowError:
         "what cannot be undone",
         got=use,
         fix="do it before or after; to write something when the program runs, print it "
-        "or use jax.debug.callback",
+        "or use jax.debug.callback; for random numbers use jax.random with a key",
     )
 
 

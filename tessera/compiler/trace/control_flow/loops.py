@@ -96,7 +96,7 @@ def for_stmt(
     if _is_traced(items.length):
         _Loop(state, "the `for`", body, extra_test, items).run_while()
         return
-    if state.has_iterators:  # a run would use them up
+    if state.iterators:  # no iteration on its own may move one on
         _unrolled(items, extra_test, guarded)
         return
     # An iteration that appends to a list, say, is no program of its own. Then the loop

@@ -26,14 +26,13 @@ from tessera.compiler.trace.control_flow.block_state import (
     Unusable,
 )
 from tessera.compiler.trace.control_flow.containers import BranchContents, parts_of
-from tessera.compiler.trace.control_flow.mutable_objects import Snapshot
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import BranchError
 
 SCALARS = (bool, int, float, complex)
 
-_IMMUTABLE = (str, bytes, range, frozenset, type, Snapshot, np.dtype)
+_IMMUTABLE = (str, bytes, range, frozenset, type, np.dtype)
 
 
 @dataclass(frozen=True)
@@ -347,8 +346,6 @@ def describe(value: Any) -> str:
         return f"{value.dtype.name}{list(value.shape)}"
     if value is None or isinstance(value, str):
         return repr(value)
-    if isinstance(value, Snapshot):
-        return repr(value.value)
     if isinstance(value, Mapping):
         return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, (list, tuple)):

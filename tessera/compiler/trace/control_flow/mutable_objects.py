@@ -3,39 +3,19 @@
 
 A branch or a loop's body is traced by running it, so whatever its code changes has to
 be found and undone. A ``MutableObject`` has content that can be read, compared and
-restored, entry by entry. A set, a NumPy array, an iterator and a random generator have
-one entry, their whole content, which can be compared but cannot be traced.
+restored, entry by entry. Iterators and NumPy arrays have none: a block may not name an
+iterator from before it, and arrays are locked while it is traced.
 """
 
 import collections
-import gc
-import itertools
-import operator
-import pickle
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import CellType, GeneratorType, ModuleType
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CellType, ModuleType
 from typing import Any, Final
 
-import numpy as np
-
-# The one entry of an object that has no entries of its own.
-WHOLE: Final = "<content>"
-
-# Iterators whose position shows neither in a length nor in what they refer to.
-_OPAQUE_ITERATORS = (
-    itertools.cycle,
-    itertools.product,
-    itertools.permutations,
-    itertools.combinations,
-    itertools.combinations_with_replacement,
-    itertools.groupby,
-    itertools.zip_longest,
-    type(itertools.tee(())[0]),
-)
-_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
+# The one entry of a variable.
+VALUE: Final = "<value>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +84,7 @@ class GlobalVariables(DictEntries):
 
 
 class ListItems(MutableObject):
-    """A list, or a deque."""
+    """A list, a deque or a bytearray."""
 
     def content(self) -> dict[Any, Any]:
         """The items, by index."""
@@ -119,19 +99,35 @@ class ListItems(MutableObject):
         self.target.extend(content[i] for i in sorted(content))
 
 
+class SetElements(MutableObject):
+    """A set; an element is an entry that is there or not."""
+
+    def content(self) -> dict[Any, Any]:
+        """The elements, each as its own value."""
+        return {element: element for element in self.target}
+
+    def entry_name(self, entry: Any) -> str:
+        """The name of an element, as ``2 in seen``."""
+        return f"{entry!r} in {self.path}"
+
+    def _fill(self, content: Mapping[Any, Any]) -> None:
+        self.target.clear()
+        self.target.update(content)
+
+
 class ClosureCell(MutableObject):
     """A variable of a function that functions inside of it use, too."""
 
     def content(self) -> dict[Any, Any]:
         """The value, if one was assigned."""
         try:
-            return {WHOLE: self.target.cell_contents}
+            return {VALUE: self.target.cell_contents}
         except ValueError:  # not assigned yet
             return {}
 
     def _fill(self, content: Mapping[Any, Any]) -> None:
         if content:
-            self.target.cell_contents = content[WHOLE]
+            self.target.cell_contents = content[VALUE]
         else:
             del self.target.cell_contents
 
@@ -158,49 +154,11 @@ class Attributes(MutableObject):
                 owner.__setattr__(self.target, name, value)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """All content of an object as one value, which is compared by ``==``.
-
-    Attributes:
-      value: What is compared.
-      copy: What the content is restored from, where that is not the value itself.
-    """
-
-    value: Any
-    copy: Any = field(default=None, compare=False)
-
-
-class WholeContent(MutableObject):
-    """A set, an array of bytes or numbers, an iterator or a random generator."""
-
-    def content(self) -> dict[Any, Any]:
-        """One snapshot; of an iterator or a random generator, its position."""
-        target = self.target
-        if isinstance(target, np.ndarray):
-            return {WHOLE: Snapshot(target.tobytes(), target.copy())}
-        if isinstance(target, (set, bytearray)):
-            kind = frozenset if isinstance(target, set) else bytes
-            return {WHOLE: Snapshot(kind(target))}
-        return {WHOLE: Snapshot(_position_of(target))}
-
-    def _fill(self, content: Mapping[Any, Any]) -> None:
-        target, snapshot = self.target, content[WHOLE]
-        if isinstance(target, np.ndarray):
-            target[...] = snapshot.copy
-        elif isinstance(target, (set, bytearray)):
-            target.clear()
-            add = target.update if isinstance(target, set) else target.extend
-            add(snapshot.value)
-        elif isinstance(target, _RANDOM):  # nothing can rewind an iterator
-            _state_of(target)[1](pickle.loads(snapshot.value))
-
-
 _CLASSES: dict[Any, type[MutableObject]] = {
     dict: DictEntries,
-    (list, collections.deque): ListItems,
+    (list, collections.deque, bytearray): ListItems,
+    set: SetElements,
     CellType: ClosureCell,
-    (set, bytearray, np.ndarray, *_RANDOM): WholeContent,
 }
 
 
@@ -209,8 +167,7 @@ def mutable_object(target: Any, path: str, outside: bool) -> MutableObject:
     for kinds, made in _CLASSES.items():
         if isinstance(target, kinds):
             return made(target, path, outside)
-    made = WholeContent if is_iterator(target) else Attributes
-    return made(target, path, outside)
+    return Attributes(target, path, outside)
 
 
 def differences(
@@ -218,7 +175,7 @@ def differences(
 ) -> dict[Any, Any]:
     """Entries of ``after`` that have another value, and ``absent`` for removed ones.
 
-    Values are compared by identity, snapshots by content.
+    Values are compared by identity.
 
     Example:
       >>> differences({"a": 1, "b": 2}, {"a": 1, "c": 3})
@@ -228,8 +185,7 @@ def differences(
     found = {
         key: value
         for key, value in after.items()
-        if (was := before.get(key, missing)) is not value
-        and not (isinstance(was, Snapshot) and was == value)
+        if before.get(key, missing) is not value
     }
     return found | {key: absent for key in before if key not in after}
 
@@ -243,14 +199,6 @@ def _attributes_of(target: Any) -> Mapping[str, Any]:
     return {name: part[name] for part in parts if part for name in part}
 
 
-# --- iterators and random generators
-
-
-def is_random_generator(value: Any) -> bool:
-    """Whether a value is a random generator of Python or of NumPy."""
-    return isinstance(value, _RANDOM)
-
-
 def is_iterator(value: Any) -> bool:
     """Whether iterating over a value uses it up, like the result of ``iter``.
 
@@ -258,45 +206,3 @@ def is_iterator(value: Any) -> bool:
     """
     kind = type(value)
     return hasattr(kind, "__next__") and not hasattr(value, "__dict__")
-
-
-def _position_of(target: Any) -> Any:
-    """A value that differs once an iterator or a random generator has advanced."""
-    if isinstance(target, _RANDOM):
-        return pickle.dumps(_state_of(target)[0]())
-    if isinstance(target, _OPAQUE_ITERATORS):
-        return object()  # it differs from itself, so code that can reach it is refused
-    if isinstance(target, itertools.count):
-        return repr(target)
-    parts: list[Any] = []
-    if isinstance(target, GeneratorType):
-        parts.append(None if target.gi_frame is None else target.gi_frame.f_lasti)
-    elif hasattr(target, "__length_hint__"):
-        parts.append(operator.length_hint(target))  # 0 of one without end
-    for part in gc.get_referents(target):
-        inner = part if isinstance(target, (zip, map)) and type(part) is tuple else ()
-        parts += [_position_of(each) for each in (part, *inner) if is_iterator(each)]
-        parts.append(_Identity(part))
-    return parts
-
-
-class _Identity:
-    """A value that equals nothing but itself."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other._value is self._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """The functions that read and write the state of a random generator."""
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if isinstance(generator, np.random.Generator):
-        bits: Any = generator.bit_generator
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return generator.get_state, generator.set_state

@@ -31,9 +31,7 @@ from tessera.compiler.trace.control_flow.mutable_objects import (
     Attributes,
     GlobalVariables,
     MutableObject,
-    WholeContent,
     is_iterator,
-    is_random_generator,
     mutable_object,
 )
 from tessera.compiler.trace.control_flow.user_code import (
@@ -54,15 +52,17 @@ _NAMESPACES = (
     *(collections.ChainMap, collections.UserDict, collections.UserList),
 )
 
-# Larger arrays are locked instead of copied; a handler may hide that they were.
-_MAX_COPIED_BYTES = 2**26
-
 # Code that names one of these can name any attribute.
 _REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
 
 
 class Reach:
-    """The mutable objects, and large NumPy arrays, that some code can reach, each once.
+    """The mutable objects that some code can reach, each once.
+
+    Attributes:
+      mutable_objects: Those with content that can be read and restored.
+      arrays: NumPy arrays.
+      iterators: Iterators, with their names in messages.
 
     Args:
       code: The functions that are the code.
@@ -84,6 +84,8 @@ class Reach:
             self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
             self._seen: dict[int, tuple[Any, bool]] = {}
             self._classes: dict[type, bool] = {}
+            self.arrays: list[np.ndarray[Any, Any]] = []
+            self.iterators: list[tuple[str, Any]] = []
             names = self._names
             for path, value in start:
                 self._visit(path, value, outside is None)
@@ -94,9 +96,6 @@ class Reach:
             for variables, names in self._globals.values()
         ]
         self.mutable_objects: list[MutableObject] = [*self._by_id.values(), *known]
-        seen = (value for value, _ in self._seen.values())
-        arrays = [value for value in seen if isinstance(value, np.ndarray)]
-        self.arrays = [array for array in arrays if array.nbytes > _MAX_COPIED_BYTES]
 
     def _visit(self, path: str, value: Any, outside: bool) -> None:
         if isinstance(value, _ATOMS):
@@ -119,7 +118,10 @@ class Reach:
                 parts = (value.func, *value.args, *value.keywords.values())
                 self._visit_all(path, parts, outside)
             case ModuleType():
-                self._module(value)
+                if is_user_module(value.__name__):
+                    self._global_variables(vars(value), self._names)
+            case np.ndarray():
+                self.arrays.append(value)
             case _:
                 self._object(path, value, outside)
         if is_user_module(type(value).__module__):
@@ -132,11 +134,8 @@ class Reach:
     def _add(self, owner: MutableObject) -> None:
         """Add a mutable object, and visit its content."""
         self._by_id[id(owner.target), type(owner)] = owner
-        if isinstance(owner.target, set):
-            self._visit_all(owner.path, owner.target, owner.outside)
-        elif not isinstance(owner, WholeContent):
-            for entry, item in owner.content().items():
-                self._visit(owner.entry_name(entry), item, owner.outside)
+        for entry, item in owner.content().items():
+            self._visit(owner.entry_name(entry), item, owner.outside)
 
     def _attributes(self, path: str, value: Any, outside: bool) -> None:
         # What a library's methods change need not be named in the user's code.
@@ -148,13 +147,14 @@ class Reach:
         if isinstance(value, (tuple, frozenset)):
             for place, item in enumerate(value):
                 self._visit(f"{path}[{place}]", item, outside)
-        is_own = isinstance(value, _CONTAINERS) or is_iterator(value)
-        is_array = isinstance(value, np.ndarray) and value.nbytes <= _MAX_COPIED_BYTES
-        if is_own or is_array or is_random_generator(value):
+        is_container = isinstance(value, _CONTAINERS)
+        if is_container:
             self._add(mutable_object(value, path, outside))
+        elif is_iterator(value):
+            self.iterators.append((path, value))
         if has_attributes(value):
             self._attributes(path, value, outside)
-        elif not is_own:  # of a library: perhaps a function that it wraps
+        elif not is_container:  # of a library: perhaps a function that it wraps
             for name in ("__wrapped__", "body"):
                 inner = inspect.getattr_static(value, name, None)
                 if isinstance(inner, (FunctionType, MethodType, functools.partial)):
@@ -183,20 +183,6 @@ class Reach:
         self._globals.setdefault(id(variables), (variables, set()))[1].update(names)
         for name in names & variables.keys():
             self._visit(name, variables[name], True)
-
-    def _module(self, module: ModuleType) -> None:
-        """Follow variables of a user's module; of a library's, random generators."""
-        variables = vars(module)
-        if is_user_module(module.__name__):
-            self._global_variables(variables, self._names)
-            return
-        for name in self._names & variables.keys():
-            value = variables[name]
-            generator = getattr(value, "__self__", None)
-            if is_random_generator(generator):
-                self._visit(f"{module.__name__}.{name}", generator, True)
-            elif isinstance(value, ModuleType) and name == "random":
-                self._visit(name, value, True)
 
     def _class(self, kind: type, *, is_called: bool) -> None:
         """Follow a class; what makes its objects only where code names the class."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tessera import _jax
 from tessera.compiler.trace.control_flow.active_conversion import (
@@ -20,11 +19,7 @@ from tessera.compiler.trace.control_flow.active_conversion import (
 from tessera.compiler.trace.control_flow.block_state import ABSENT, Key, State
 from tessera.compiler.trace.control_flow.containers import BranchContents, leaves_in
 from tessera.compiler.trace.control_flow.merge_points import SCALARS, describe
-from tessera.compiler.trace.control_flow.mutable_objects import (
-    differences,
-    is_iterator,
-    is_random_generator,
-)
+from tessera.compiler.trace.control_flow.mutable_objects import differences
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import ControlFlowError, TesseraError
@@ -71,6 +66,7 @@ def traced_block(
     Raises:
       ControlFlowError: [T319] it raises, or changes what cannot be traced.
     """
+    _refuse_iterators(state, what)
     after: dict[Key, Any] = {}
     arrays: dict[int, Any] = {}
     branch_contents: list[BranchContents] = []
@@ -99,26 +95,26 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _require_traceable(state: State, after: Mapping[Key, Any], what: str) -> None:
-    """Refuse a change of an object that outlives the trace, or cannot be restored."""
+    """Refuse a change of an object that outlives the trace, or of bytes."""
     for key in after:
         owner = state.owner(key)
-        target = owner.target
-        if isinstance(target, np.ndarray) and not owner.outside:
-            raise ControlFlowError(
-                f"the NumPy array {key.name!r} is written into in {what}",
-                got="a program computes new arrays, and writes into none",
-                fix="use a jax.numpy array and x = x.at[i].set(v), or write before",
-            )
-        if is_iterator(target) or is_random_generator(target):
-            raise ControlFlowError(
-                f"{key.name!r} is moved on in {what}, which is traced whether it runs "
-                "or not",
-                got=f"a {type(target).__name__} from before it",
-                fix="take what it needs before, or make it there; for random numbers "
-                "use jax.random with a key",
-            )
         if owner.outside:
             raise external_change_error(key.name, what)
+        if isinstance(owner.target, bytearray):
+            raise ControlFlowError(
+                f"the bytes {owner.path!r} are written into in {what}",
+                fix="write before, or use a jax.numpy array",
+            )
+
+
+def _refuse_iterators(state: State, what: str) -> None:
+    """Refuse a block that can move on an iterator which it has not made."""
+    for name, iterator in state.iterators:
+        raise ControlFlowError(
+            f"{name!r} is moved on in {what}, which is traced whether it runs or not",
+            got=f"a {type(iterator).__name__} from before it",
+            fix="take what it needs before, or make it there",
+        )
 
 
 @contextmanager

@@ -312,15 +312,25 @@ def test_an_object_of_a_library_is_not_assigned_into_in_a_branch():
         function(X, NO)
 
 
-def test_a_random_generator_that_a_branch_makes_is_its_own():
+DRAWS = {
+    "a generator that the branch makes": lambda: random.Random(3).randint(1, 6),
+    "a generator that is handed on": lambda: [*map(generator.integers, [6])],
+    "a seed": lambda: np.random.seed(3),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_are_not_drawn_in_a_branch(draw):
     @ts.function
     def function(x, flag):
         if flag:
-            x = x + random.Random(3).randint(1, 6)
+            draw()
         return x
 
-    expected = 2 + random.Random(3).randint(1, 6)
-    assert [float(function(X, f)) for f in (YES, NO)] == [expected, 2]
+    before = held()
+    with pytest.raises(ControlFlowError, match=r"use jax\.random with a key"):
+        function(X, NO)
+    assert held() == before
 
 
 def test_what_straight_code_changes_outside_is_changed_once_by_a_call():
