@@ -4,8 +4,7 @@
 Its value on one branch must have the same type as on the other; a Python number
 takes the dtype of an array, as it does in arithmetic. Two containers become a
 third one with the merged content. Which of the two it stands for is only known when the
-program runs, so it can be read but not changed, unless both are new and stand for each
-other wherever they are found.
+program runs, so all three can be read but not changed from then on.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,13 +49,11 @@ class MergedContainer:
       make: Makes it.
       parts: What it is made from, in order.
       name: What messages call it.
-      is_ambiguous: Whether it stands for one of two that code can still reach.
     """
 
     make: Callable[[Sequence[Any]], Any]
     parts: tuple[Any, ...]
     name: str
-    is_ambiguous: bool = False
 
     def structure(self) -> tuple[Any, ...]:
         """Equal to that of another one that a loop can carry in its place."""
@@ -73,7 +70,7 @@ class MergeResult:
     Attributes:
       values: Every variable and entry after the merge.
       made: The objects that are new in them.
-      ambiguous: Containers in them that must not be changed, and what they are called.
+      ambiguous: New containers, which must not be changed, and what they are called.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class MergeResult:
         if id(value) not in self._made:
             made = value.make([self._fill(part) for part in value.parts])
             self._made[id(value)] = made
-            if value.is_ambiguous:
+            if not isinstance(made, tuple):
                 self.ambiguous.append((made, value.name))
         return self._made[id(value)]
 
@@ -156,7 +153,6 @@ class Merge:
     _problems: list[tuple[str, str]] = field(default_factory=list)
     _deferred: list[tuple[str, str]] = field(default_factory=list)
     _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
-    _partners: dict[tuple[int, int], Any] = field(default_factory=dict)
     _reachable: dict[int, tuple[Any, str]] = field(default_factory=dict)
 
     def merged(self, key: Key, first: Any, second: Any) -> Any:
@@ -228,8 +224,8 @@ class Merge:
         if common is None:
             return self._mismatch(name, first, second)
         for value in (first, second):  # it may be written into under another name
-            if isinstance(value, np.ndarray) and self.state.holds(value):
-                self._reachable[id(value)] = value, name
+            if isinstance(value, np.ndarray):
+                self._note_reachable(name, value)
         return self._slot(MergedNumber(first, second, *common))
 
     def _slot(self, number: MergedNumber) -> Slot:
@@ -253,9 +249,8 @@ class Merge:
             self._returned(name, *((part, second) if way == 0 else (first, part)))
             for part in parts.parts.values()
         ]
-        merged = MergedContainer(parts.make, tuple(inner), name)
-        self._note(given, way, merged, object())
-        return merged
+        self._note_reachable(name, given)
+        return MergedContainer(parts.make, tuple(inner), name)
 
     # --- containers
 
@@ -282,24 +277,16 @@ class Merge:
             return self._mismatch(name, first, second)
         self._pairs[pair] = merged
         if not isinstance(first, tuple):
-            for way, (value, partner) in enumerate(((first, second), (second, first))):
-                self._note(value, way, merged, partner)
+            self._note_reachable(name, first)
+            self._note_reachable(name, second)
+            if merged is first and type(first).__hash__ is None:
+                self._reachable[id(first)] = first, name
         return merged
 
-    def _note(self, value: Any, way: int, merged: Any, partner: Any) -> None:
-        """Record what a container was merged with; it may be ambiguous from now on."""
-        name = merged.name if isinstance(merged, MergedContainer) else ""
-        _, others = self._partners.setdefault((way, id(value)), (value, []))
-        others.append((partner, merged))
-        is_held = self.state.holds(value)
-        if is_held:
+    def _note_reachable(self, name: str, value: Any) -> None:
+        """Record one of two that code may still reach under another name."""
+        if self.state.holds(value):
             self._reachable[id(value)] = value, name
-        if is_held or any(other is not partner for other, _ in others):
-            for _, each in others:
-                if isinstance(each, MergedContainer):
-                    each.is_ambiguous = True
-                else:
-                    self._reachable[id(each)] = each, name
 
     def _mismatch(self, name: str, first: Any, second: Any) -> Any:
         texts = describe(first), describe(second)

@@ -114,7 +114,7 @@ def test_a_copy_of_what_is_one_of_two_may_be_changed():
     assert [float(v) for v in both(function, X)] == [21, 3]
 
 
-def test_containers_that_both_ways_make_are_one_object_each():
+def test_containers_that_both_ways_make_are_read():
     def function(x, flag):
         if flag:
             first = {"n": x}
@@ -122,22 +122,34 @@ def test_containers_that_both_ways_make_are_one_object_each():
         else:
             first = {"n": -x}
             second = first
-        first["n"] += 1.0
-        return second["n"]
+        return first["n"] + second["n"]
 
-    assert [float(v) for v in both(function, X)] == [3, -1]
+    assert [float(v) for v in both(function, X)] == [4, -4]
 
 
-def test_containers_that_are_one_object_on_one_way_only_are_not_changed():
+@pytest.mark.parametrize("copies", [False, True])
+def test_containers_that_both_ways_make_are_not_changed(copies):
     @ts.function
     def function(x, flag):
         if flag:
             first = {"n": x}
             second = first
         else:
-            first, second = {"n": x}, {"n": x}
+            first = {"n": -x}
+            second = dict(first) if copies else first
         first["n"] += 1.0
         return second["n"]
+
+    with pytest.raises(ControlFlowError, match="where it is one of two"):
+        function(X, YES)
+
+
+def test_sets_that_both_ways_make_are_not_changed():
+    @ts.function
+    def function(x, flag):
+        seen = {1, 2} if flag else {2, 1}
+        seen.add(3)
+        return x * len(seen)
 
     with pytest.raises(ControlFlowError, match="where it is one of two"):
         function(X, YES)
