@@ -9,7 +9,6 @@ import collections
 import functools
 import inspect
 import random
-import sys
 import weakref
 from collections.abc import Callable
 from types import (
@@ -107,7 +106,7 @@ def converted_call(
     args = tuple(map(_callback, args))
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
     result = function(*args, **kwargs)
-    _record_library_state(result, function, args, kwargs)
+    _record_library_state(result, function, (*args, *kwargs.values()))
     return result
 
 
@@ -209,31 +208,27 @@ def _checked(assign: Callable[..., None]) -> Callable[..., None]:
     return assign_checked
 
 
-def _record_library_state(
-    result: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Record a container that a library keeps: a block must not mutate it.
+# What these return is new, or part of what they are given.
+_KEEP_NOTHING = frozenset(
+    {"builtins", "collections", "copy", "dataclasses", "flax", "jax", "jaxlib"}
+    | {"json", "numpy", "optax", "tessera"}
+)
 
-    Something else than the result refers to it, and it was not among the arguments.
-    """
+
+def _record_library_state(
+    result: Any, function: Any, arguments: tuple[Any, ...]
+) -> None:
+    """Record a container that a library may keep: a block must not mutate it."""
     conversion = current()
     is_container = isinstance(result, (dict, list, set, collections.deque))
-    if conversion is None or not is_container or sys.getrefcount(result) <= _UNSHARED:
+    if conversion is None or not is_container or any(result is a for a in arguments):
         return
-    arguments = [("", value) for value in (*args, *kwargs.values())]
-    known = Reach([function], arguments, conversion.outside)
-    if id(result) not in {id(owner.target) for owner in known.mutable_objects}:
+    owner = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or type(owner).__module__
+    if module.partition(".")[0] not in _KEEP_NOTHING:
         name = getattr(function, "__qualname__", repr(function))
         kept = Reach([], [(f"{name}()", result)], conversion.outside)
         conversion.record_library_state(kept.mutable_objects)
-
-
-def _count_of(result: Any) -> int:
-    return sys.getrefcount(result)
-
-
-# What that is of a result that only a caller's variable refers to.
-_UNSHARED = _count_of([]) + 1
 
 
 def _builtin(function: Any) -> Callable[..., Any] | None:

@@ -52,6 +52,9 @@ _NAMESPACES = (
     *(collections.ChainMap, collections.UserDict, collections.UserList),
 )
 
+# Modules of classes that a user's class may extend and change no attributes.
+_PLAIN = ("abc", "builtins", "typing")
+
 # Code that names one of these can name any attribute.
 _REFLECTION = frozenset({"vars", "setattr", "getattr", "delattr", "__dict__"})
 
@@ -118,8 +121,7 @@ class Reach:
                 parts = (value.func, *value.args, *value.keywords.values())
                 self._visit_all(path, parts, outside)
             case ModuleType():
-                if is_user_module(value.__name__):
-                    self._global_variables(vars(value), self._names)
+                self._module(value)
             case np.ndarray():
                 self.arrays.append(value)
             case _:
@@ -139,8 +141,11 @@ class Reach:
 
     def _attributes(self, path: str, value: Any, outside: bool) -> None:
         # What a library's methods change need not be named in the user's code.
-        every = self._names & _REFLECTION or _has_methods_of_library(type(value))
-        names = None if every else self._names
+        is_own = all(
+            base.__module__ in _PLAIN or is_user_module(base.__module__)
+            for base in type(value).__mro__
+        )
+        names = self._names if is_own and not self._names & _REFLECTION else None
         self._add(Attributes(value, path, outside, names))
 
     def _object(self, path: str, value: Any, outside: bool) -> None:
@@ -184,6 +189,16 @@ class Reach:
         for name in names & variables.keys():
             self._visit(name, variables[name], True)
 
+    def _module(self, module: ModuleType) -> None:
+        """Follow variables of a user's module; of a library's, containers."""
+        variables = vars(module)
+        if is_user_module(module.__name__):
+            self._global_variables(variables, self._names)
+            return
+        for name in self._names & variables.keys():
+            if isinstance(variables[name], _CONTAINERS):
+                self._visit(f"{module.__name__}.{name}", variables[name], True)
+
     def _class(self, kind: type, *, is_called: bool) -> None:
         """Follow a class; what makes its objects only where code names the class."""
         if self._classes.get(kind, -1) >= is_called:
@@ -214,17 +229,6 @@ def is_tracked(value: Any) -> bool:
     """Whether changes of a value's entries or attributes are tracked."""
     kinds = (*_CONTAINERS, np.ndarray, FunctionType, type, ModuleType)
     return isinstance(value, kinds) or has_attributes(value)
-
-
-def _has_methods_of_library(kind: type) -> bool:
-    own = (object, tuple, *_CONTAINERS)
-    return any(
-        not (
-            issubclass(base, own[2:]) or base in own or is_user_module(base.__module__)
-        )
-        and any(isinstance(value, FunctionType) for value in vars(base).values())
-        for base in kind.__mro__
-    )
 
 
 # Where a property, a class method and a static method keep their functions.

@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import random
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -109,6 +110,7 @@ CHANGES = {
     "a user's dict": lambda: bag.update(n=1),
     "a default argument": add_to_argument,
     "a cached value": lambda: shared().update(n=1),
+    "a list of a library": lambda: sys.path.append("new"),
     "an array": lambda: numbers.fill(1),
     "a view of an array": lambda: view.__setitem__(0, 1),
     "an array by out=": lambda: np.add(1, 2, out=numbers[:1]),
@@ -141,7 +143,7 @@ def held():
             (count, table, log, tags, window, votes, namespace, bag, shared(), box.n),
             (slots.n, Box.made, vars(set_attribute), add_to_argument.__defaults__),
             (numbers.tolist(), generator.bit_generator.state, random.getstate()),
-            (np.random.get_state(), context.get()),
+            (np.random.get_state(), context.get(), sys.path),
         ]
     )
 
@@ -196,6 +198,30 @@ def test_an_iterator_from_before_a_branch_is_not_moved_on_in_it(make, use):
         use = next  # they do not end
     with pytest.raises(ControlFlowError, match="'values' is moved on in the `if`"):
         function(X, NO)
+
+
+def test_a_container_that_a_library_may_keep_is_not_changed_in_a_branch():
+    @ts.function
+    def function(x, flag):
+        state = shared()
+        if flag:
+            state["n"] = x
+        return x
+
+    with pytest.raises(ControlFlowError, match="is changed in the `if`"):
+        function(X, NO)
+    assert shared() == {"n": 0}
+
+
+def test_a_container_that_jax_returns_may_be_changed_in_a_branch():
+    @ts.function
+    def function(x, flag):
+        tree = jax.tree.map(jnp.negative, {"n": x})
+        if flag:
+            tree["n"] = x
+        return tree["n"]
+
+    assert [float(function(X, f)) for f in (YES, NO)] == [2, -2]
 
 
 def test_an_iterator_that_a_branch_makes_is_its_own():
