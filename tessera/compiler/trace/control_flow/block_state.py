@@ -7,7 +7,7 @@ traced program take its place.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -22,7 +22,6 @@ from tessera.compiler.trace.control_flow.mutable_objects import (
     MutableObject,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
-from tessera.compiler.trace.control_flow.user_code import free_variables
 
 ABSENT: Final = object()  # what an entry has that is not there
 
@@ -71,7 +70,6 @@ class State:
     Args:
       functions: The functions that are its code.
       values: Other objects that they use, with their names in messages.
-      dead: Variables that no code reads after the block.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class State:
         functions: Sequence[Callable[..., Any] | None],
         *,
         values: Iterable[tuple[str, Any]] = (),
-        dead: Collection[str] = (),
     ) -> None:
         conversion = current()
         outside = conversion.outside if conversion else {}
@@ -87,12 +84,6 @@ class State:
         reach = Reach(code, values, outside)
         self._mutable_objects, self._arrays = reach.mutable_objects, reach.arrays
         self.iterators = reach.iterators
-        self._dead = {
-            id(cell)
-            for function in code
-            for name, cell in free_variables(function)
-            if name in dead
-        }
         targets = [owner.target for owner in self._mutable_objects]
         self._ids = {id(target) for target in (*targets, *self._arrays)}
 
@@ -140,10 +131,6 @@ class State:
     def is_variable(self, key: Key) -> bool:
         """Whether a key is a variable, and not an entry or an attribute."""
         return isinstance(self.owner(key), ClosureCell)
-
-    def is_dead(self, key: Key) -> bool:
-        """Whether a key is a variable that no code reads after the block."""
-        return id(self.owner(key).target) in self._dead
 
     @contextmanager
     def arrays_locked(self) -> Iterator[None]:

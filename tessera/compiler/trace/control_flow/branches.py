@@ -27,12 +27,12 @@ from tessera.compiler.trace.control_flow.user_code import user_line
 Run = Callable[[], Any]
 
 
-def if_stmt(test: Any, body: Run, orelse: Run, dead: Sequence[str]) -> None:
-    """An ``if``; no code reads the variables ``dead`` after it."""
+def if_stmt(test: Any, body: Run, orelse: Run) -> None:
+    """An ``if``."""
     if not isinstance(test, _jax.Tracer):
         body() if test else orelse()
         return
-    choose(test, body, orelse, State((body, orelse), dead=dead), "the `if`")
+    choose(test, body, orelse, State((body, orelse)), "the `if`")
 
 
 def if_exp(test: Any, body: Run, orelse: Run) -> Any:

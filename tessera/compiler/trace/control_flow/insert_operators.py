@@ -3,7 +3,7 @@
 
     if x > 0:          def tessera__if(): nonlocal y; y = tessera__.call(f, (x,), {})
         y = f(x)       def tessera__else(): pass
-                       tessera__.if_stmt(x > 0, tessera__if, tessera__else, ())
+                       tessera__.if_stmt(x > 0, tessera__if, tessera__else)
 
 The variables of a block are closure cells of its functions: that is where an operator
 reads and writes them. Functions and classes inside a function are left as they are:
@@ -14,8 +14,8 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tessera.compiler.trace.control_flow.assigned_names import assigned_names
 from tessera.compiler.trace.control_flow.function_source import Unconvertible
-from tessera.compiler.trace.control_flow.liveness import Liveness, assigned_names
 from tessera.compiler.trace.control_flow.lower_jumps import (
     PREFIX,
     parse_at,
@@ -46,7 +46,6 @@ class InsertOperators(ast.NodeTransformer):
         blocks = [each for each in body if isinstance(each, (ast.If, *_LOOPS))]
         beyond = self._globals | _declared(body, ast.Nonlocal)
         self._variables = assigned_names(blocks) - beyond
-        self._live = Liveness(definition, beyond)
         arguments = definition.args
         every = [each for each in ast.walk(arguments) if isinstance(each, ast.arg)]
         locals_ = assigned_names(definition.body) | {each.arg for each in every}
@@ -73,37 +72,34 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         """An ``if``: both branches become functions."""
-        dead = self._live.dead(node.body, node.orelse)
         body = self._function("if", node, node.body)
         orelse = self._function("else", node, node.orelse)
-        call = f"{PREFIX}.if_stmt(None, {body.name}, {orelse.name}, {dead})"
+        call = f"{PREFIX}.if_stmt(None, {body.name}, {orelse.name})"
         return [body, orelse, self._call(call, node, node.test, node.test)]
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         """A ``while``: its condition and its body become functions."""
-        dead = self._live.dead([node.test, *node.body])
         kinds = ast.Call | ast.NamedExpr
         has_effects = any(isinstance(each, kinds) for each in ast.walk(node.test))
         holds = ast.Return(_without(_flags(node), node.test))
         test = self._function("test", node, [ast.copy_location(holds, node.test)])
         body = self._function("body", node, node.body)
-        call = f"{PREFIX}.while_stmt({test.name}, {body.name}, {dead}, {has_effects})"
+        call = f"{PREFIX}.while_stmt({test.name}, {body.name}, {has_effects})"
         return [test, body, self._call(call, node, node.test)]
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         """A ``for``: its body becomes a function of the item."""
         _mark_iterated(node.iter)
-        dead = self._live.dead([node.target, *node.body])
         item = ast.Name(f"{PREFIX}item", ast.Load())
         target = ast.Assign([node.target], item)
         ast.copy_location(target, _head(node, node.target))
         body = self._function("body", node, [target, *node.body], item.id)
         if not (flags := _flags(node)):
-            call = f"{PREFIX}.for_stmt(None, None, {body.name}, {dead})"
+            call = f"{PREFIX}.for_stmt(None, None, {body.name})"
             return [body, self._call(call, node, node.iter, node.iter)]
         holds = ast.copy_location(ast.Return(_without(flags)), node)
         test = self._function("test", node, [holds])
-        call = f"{PREFIX}.for_stmt(None, {test.name}, {body.name}, {dead})"
+        call = f"{PREFIX}.for_stmt(None, {test.name}, {body.name})"
         return [test, body, self._call(call, node, node.iter, node.iter)]
 
     def _function(

@@ -50,7 +50,6 @@ _MAX_TRIALS = 8
 def while_stmt(
     test: Callable[[], Any],
     body: Callable[[], None],
-    dead: Sequence[str],
     test_has_effects: bool,
 ) -> None:
     """A ``while``: Python's own until its condition is traced.
@@ -65,7 +64,7 @@ def while_stmt(
         if not holds:
             return
         body()
-    state = State((test, body), dead=dead)
+    state = State((test, body))
     if before is not None:
         state.write(before)  # the program evaluates the condition once more
     _Loop(state, "the `while`", lambda _: body(), test).run_while()
@@ -75,14 +74,13 @@ def for_stmt(
     iterated: Any,
     extra_test: Callable[[], Any] | None,
     body: Callable[[Any], None],
-    dead: Sequence[str],
 ) -> None:
     """A ``for``; ``extra_test`` is whether no ``break`` or ``return`` was met."""
 
     def guarded(item: Any) -> None:
         should_continue = True if extra_test is None else extra_test()
         if _is_traced(should_continue):
-            state = State((body,), values=[("the item", item)], dead=dead)
+            state = State((body,), values=[("the item", item)])
             where = "the `for`"
             choose(should_continue, lambda: body(item), lambda: None, state, where)
         elif should_continue:
@@ -92,7 +90,7 @@ def for_stmt(
     if items is None:
         _unrolled(iterated, extra_test, guarded)
         return
-    state = State((extra_test, body), dead=dead)
+    state = State((extra_test, body))
     if _is_traced(items.length):
         _Loop(state, "the `for`", body, extra_test, items).run_while()
         return

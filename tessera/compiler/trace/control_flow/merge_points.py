@@ -157,8 +157,6 @@ class Merge:
 
     def merged(self, key: Key, first: Any, second: Any) -> Any:
         """The value after the merge; a variable with two types becomes unusable."""
-        if self.state.is_dead(key):
-            return AssignedOnOneBranch(key.name, self.where)
         if not self.state.is_variable(key):
             return self.value(key.name, first, second)
         for value in (first, second):
