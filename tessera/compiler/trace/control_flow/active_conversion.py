@@ -88,9 +88,9 @@ class Conversion:
         default_factory=list
     )
     merged: dict[int, Any] = field(default_factory=dict)
-    locked: list[np.ndarray[Any, Any]] = field(default_factory=list)
     value_requests: list[str] = field(default_factory=list)
     blocks: int = 0
+    locked: list[np.ndarray[Any, Any]] = field(default_factory=list)
     _refusal: BaseException | None = None
 
     def refuse(self, error: BaseException) -> None:
@@ -100,14 +100,22 @@ class Conversion:
 
     def record_ambiguous(self, value: Any, name: str, where: str) -> None:
         """Record a container that stands for one of two: it must not be mutated."""
-        if isinstance(value, np.ndarray):
-            if value.flags.writeable:
-                value.flags.writeable = False
-                self.locked.append(value)
-        elif name.startswith(RETURN_VALUE_NAME):
+        if name.startswith(RETURN_VALUE_NAME):
             self.returned.append((value, name, where))
         else:
             self.ambiguous.append(Ambiguous.now(value, name, where))
+
+    def lock(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
+        """Make NumPy arrays that a block can write into read-only from now on."""
+        for array in arrays:
+            if array.flags.writeable:
+                array.flags.writeable = False
+                self.locked.append(array)
+
+    def unlock(self) -> None:
+        """Make the arrays writeable again; the trace has ended."""
+        for array in sorted(self.locked, key=_depth):  # a view after its base
+            array.flags.writeable = True
 
     def end_function(self) -> None:
         """Forbid callers to mutate a returned container that stands for one of two."""
@@ -172,6 +180,10 @@ class Conversion:
             raise
 
 
+def _depth(array: Any) -> int:
+    return 1 + _depth(array.base) if isinstance(array, np.ndarray) else 0
+
+
 def external_change_error(name: str, what: str) -> ControlFlowError:
     """The error [T319] for a block that changes an object which outlives the call."""
     return ControlFlowError(
@@ -199,8 +211,8 @@ def conversion_context(conversion: Conversion | None) -> Iterator[None]:
             yield
     finally:
         _open.reset(token)
-        for array in [] if conversion is None else conversion.locked:
-            array.flags.writeable = True
+        if conversion is not None:
+            conversion.unlock()
 
 
 def _converted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,9 @@ class ExternalState:
 
     Their content is recorded when this is made.
 
+    Attributes:
+      arrays: NumPy arrays, which nothing restores.
+
     Args:
       function: The user's function.
       given: Values that it is given beside arrays.
@@ -47,7 +50,8 @@ class ExternalState:
         body = getattr(function, "body", function)
         reach = Reach([body], [("", value) for value in self.arguments], None)
         self._before = [(owner, owner.content()) for owner in reach.mutable_objects]
-        self._iterators, self._is_traced = reach.iterators, False
+        self.arrays, self._iterators = reach.arrays, reach.iterators
+        self._is_traced = False
 
     @property
     def targets(self) -> dict[int, Any]:
@@ -100,6 +104,7 @@ def with_control_flow(
         _seen.add(function)
     module = getattr(function, "__module__", None) or ""
     conversion = Conversion(module.partition(".")[0], outside.targets)
+    conversion.lock(outside.arrays)
     try:
         with (
             conversion_context(conversion),
@@ -111,8 +116,6 @@ def with_control_flow(
         raise _unsupported_error(error, conversion) from error
     except Exception as error:
         conversion.require_nothing_refused(but=error)
-        if conversion.locked and "read-only" in str(error):
-            raise _readonly_array_error(error) from error
         raise
     conversion.require_nothing_refused()
     return result
@@ -135,14 +138,6 @@ def _value_requests_recorded(found: list[str], *, text: bool = False) -> Iterato
 
 def _needs_value(error: Exception) -> bool:
     return isinstance(error, NEEDS_VALUE) or str(error).startswith(_AMBIGUOUS)
-
-
-def _readonly_array_error(error: Exception) -> ControlFlowError:
-    return ControlFlowError(
-        f"a NumPy array is written that is one of two{_user_line_of(error)[0]}",
-        got=str(error),
-        fix="write before a branch chooses it, or into a copy",
-    )
 
 
 def _unsupported_error(error: Exception, conversion: Conversion) -> ControlFlowError:

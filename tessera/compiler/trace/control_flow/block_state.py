@@ -7,11 +7,8 @@ traced program take its place.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
-
-import numpy as np
 
 from tessera.compiler.trace.control_flow.active_conversion import current
 from tessera.compiler.trace.control_flow.containers import BranchContents
@@ -66,6 +63,7 @@ class State:
 
     Attributes:
       iterators: Iterators from before it that its code can move on, with their names.
+      arrays: NumPy arrays from before it that its code can write into.
 
     Args:
       functions: The functions that are its code.
@@ -82,10 +80,9 @@ class State:
         outside = conversion.outside if conversion else {}
         code: list[Any] = [each for each in functions if each]
         reach = Reach(code, values, outside)
-        self._mutable_objects, self._arrays = reach.mutable_objects, reach.arrays
-        self.iterators = reach.iterators
-        targets = [owner.target for owner in self._mutable_objects]
-        self._ids = {id(target) for target in (*targets, *self._arrays)}
+        self._mutable_objects = reach.mutable_objects
+        self.iterators, self.arrays = reach.iterators, reach.arrays
+        self._ids = {id(owner.target) for owner in self._mutable_objects}
 
     def holds(self, target: Any) -> bool:
         """Whether an object existed before the block."""
@@ -132,24 +129,6 @@ class State:
         """Whether a key is a variable, and not an entry or an attribute."""
         return isinstance(self.owner(key), ClosureCell)
 
-    @contextmanager
-    def arrays_locked(self) -> Iterator[None]:
-        """Make NumPy arrays that existed before read-only inside."""
-        locked = [array for array in self._arrays if array.flags.writeable]
-        for array in locked:
-            array.flags.writeable = False
-        try:
-            yield
-        finally:
-            for array in sorted(
-                locked, key=_depth
-            ):  # a view after what it is a view of
-                array.flags.writeable = True
-
 
 def _has_parts(owner: MutableObject) -> bool:
     return type(owner) in (DictEntries, ListItems)
-
-
-def _depth(array: Any) -> int:
-    return 1 + _depth(array.base) if isinstance(array, np.ndarray) else 0

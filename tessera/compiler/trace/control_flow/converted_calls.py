@@ -105,7 +105,13 @@ def converted_call(
     _require_tracked(function, args, kwargs)
     args = tuple(map(_callback, args))
     kwargs = {name: _callback(value) for name, value in kwargs.items()}
-    result = function(*args, **kwargs)
+    try:
+        result = function(*args, **kwargs)
+    except ValueError as error:
+        conversion = current()
+        if conversion is None or not conversion.locked or "read-only" not in str(error):
+            raise
+        raise _locked_array_error() from error
     _record_library_state(result, function, (*args, *kwargs.values()))
     return result
 
@@ -178,16 +184,34 @@ def check_assignment(value: Any) -> Any:
     """Check that an assignment into an object is tracked, and return the object.
 
     Raises:
-      ControlFlowError: [T319] it is in a traced block, and is not tracked.
+      ControlFlowError: [T319] it is in a traced block, and is not tracked; or the
+        object is an array that is locked.
     """
+    _check_in_place(value)
     conversion = current()
     if conversion is None or not conversion.blocks or isinstance(value, jax.Array):
         return value
-    is_locked = isinstance(value, np.ndarray) and not value.flags.writeable
-    if is_locked or not is_tracked(value):
+    if not is_tracked(value):
         kind = type(value)
         raise untracked_error(f"an assignment into a {kind.__module__}.{kind.__name__}")
     return value
+
+
+def _check_in_place(value: Any) -> None:
+    """Check that a value, which an operation may change in place, is not locked."""
+    conversion = current()
+    has_locked = conversion is not None and conversion.locked
+    if has_locked and isinstance(value, np.ndarray) and not value.flags.writeable:
+        raise _locked_array_error()
+
+
+def _locked_array_error() -> ControlFlowError:
+    return ControlFlowError(
+        f"a NumPy array is written into at {user_line()}, and a branch or loop that is "
+        "traced can reach it",
+        got="such an array is read-only from there on, until the call ends",
+        fix="write before it, into a copy, or use a jax.numpy array and x.at[i].set(v)",
+    )
 
 
 def untracked_error(use: str) -> ControlFlowError:
@@ -317,6 +341,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "returned": _returned,
     "load": _load,
     "written": check_assignment,
+    "in_place": _check_in_place,
     "is_": _is,
     "if_stmt": branches.if_stmt,
     "if_exp": branches.if_exp,

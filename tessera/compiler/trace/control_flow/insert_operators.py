@@ -12,6 +12,7 @@ they are converted when they are called.
 
 import ast
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from tessera.compiler.trace.control_flow.assigned_names import assigned_names
@@ -25,6 +26,7 @@ from tessera.compiler.trace.control_flow.lower_jumps import (
 # Calls of these by name depend on the function that they stand in.
 _FRAME_READERS = ("locals", "eval", "exec", "vars", "dir")
 _LOOPS = (ast.For, ast.While)
+_EFFECTS = (ast.Call, ast.NamedExpr)  # what may change something when it is evaluated
 
 
 class InsertOperators(ast.NodeTransformer):
@@ -79,8 +81,7 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         """A ``while``: its condition and its body become functions."""
-        kinds = ast.Call | ast.NamedExpr
-        has_effects = any(isinstance(each, kinds) for each in ast.walk(node.test))
+        has_effects = any(isinstance(each, _EFFECTS) for each in ast.walk(node.test))
         holds = ast.Return(_without(_flags(node), node.test))
         test = self._function("test", node, [ast.copy_location(holds, node.test)])
         body = self._function("body", node, node.body)
@@ -129,15 +130,25 @@ class InsertOperators(ast.NodeTransformer):
             made.value.args[0] = self.visit(value)
         return made
 
-    def _load_first(self, node: ast.AugAssign | ast.Delete) -> list[ast.stmt]:
-        """What reads a variable without naming it in an expression reads its value."""
-        targets = node.targets if isinstance(node, ast.Delete) else [node.target]
-        names = {each.id for each in targets if isinstance(each, ast.Name)}
+    def visit_Delete(self, node: ast.Delete) -> list[ast.stmt]:
+        """``del`` reads a variable without naming it in an expression."""
+        names = {each.id for each in node.targets if isinstance(each, ast.Name)}
         loads = [f"{PREFIX}.load({name})" for name in sorted(names & self._loaded)]
         statement: Any = self.generic_visit(node)
         return [*parse_at("\n".join(loads), node), statement]
 
-    visit_AugAssign = visit_Delete = _load_first
+    def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
+        """``x += 1`` reads ``x``, and may change it in place."""
+        (check,) = parse_at(f"{PREFIX}.in_place(None)", node)
+        assert isinstance(check, ast.Expr)
+        assert isinstance(check.value, ast.Call)
+        target = deepcopy(node.target)
+        target.ctx = ast.Load()
+        statement: Any = self.generic_visit(node)
+        if any(isinstance(each, _EFFECTS) for each in ast.walk(target)):
+            return [statement]
+        check.value.args[0] = self.visit(target)
+        return [check, statement]
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         """Annotations of variables are never evaluated in a function."""

@@ -221,9 +221,6 @@ class Merge:
         common = _common(jax.typeof(first), jax.typeof(second))
         if common is None:
             return self._mismatch(name, first, second)
-        for value in (first, second):  # it may be written into under another name
-            if isinstance(value, np.ndarray):
-                self._note_reachable(name, value)
         return self._slot(MergedNumber(first, second, *common))
 
     def _slot(self, number: MergedNumber) -> Slot:

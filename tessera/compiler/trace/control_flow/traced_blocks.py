@@ -67,6 +67,9 @@ def traced_block(
       ControlFlowError: [T319] it raises, or changes what cannot be traced.
     """
     _refuse_iterators(state, what)
+    conversion = current()
+    if conversion is not None:
+        conversion.lock(state.arrays)
     after: dict[Key, Any] = {}
     arrays: dict[int, Any] = {}
     branch_contents: list[BranchContents] = []
@@ -82,7 +85,7 @@ def traced_block(
         return [jnp.asarray(leaf) for leaf in arrays.values()]
 
     try:
-        with state.arrays_locked(), _errors_recorded(what), _counted_block(what):
+        with _errors_recorded(what), _counted_block(what):
             program = jax.make_jaxpr(flat)(*inputs)
     finally:
         state.write(before)

@@ -372,6 +372,17 @@ def test_what_straight_code_changes_outside_is_changed_once_by_a_call():
     assert (calls, seen) == (["call"], {"n": 1})
 
 
+def test_straight_code_of_a_converted_function_writes_into_no_array_outside():
+    @ts.function
+    def function(x, flag):
+        numbers[0] += 1
+        return x if flag else -x
+
+    with pytest.raises(ControlFlowError, match="a NumPy array is written into"):
+        function(X, YES)
+    numbers[0] = 0
+
+
 @pytest.mark.slow(reason="it compiles several programs")
 def test_parameters_that_are_found_by_tracing_again_do_not_repeat_changes():
     from tessera import graph, op
