@@ -19,7 +19,6 @@ import jax.extend.core as jex
 from jax._src import config, core, dtypes, source_info_util
 from jax._src.interpreters import ad, batching, partial_eval
 from jax._src.named_sharding import UNSPECIFIED
-from jax._src.state.types import RefEffect
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -314,11 +313,6 @@ def dependents(equations: Iterable[Equation], values: Iterable[Atom]) -> set[Ato
         if not reached.isdisjoint(v for v in equation.invars if isinstance(v, jex.Var)):
             reached.update(equation.outvars)
     return reached
-
-
-def prints(program: Program) -> bool:
-    """Whether a program prints or calls back: it does more than change its refs."""
-    return any(not isinstance(effect, RefEffect) for effect in program.effects)
 
 
 def references(equation: Equation) -> list[Atom]:

@@ -81,11 +81,10 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         """A ``while``: its condition and its body become functions."""
-        has_effects = any(isinstance(each, _EFFECTS) for each in ast.walk(node.test))
         holds = ast.Return(_without(_flags(node), node.test))
         test = self._function("test", node, [ast.copy_location(holds, node.test)])
         body = self._function("body", node, node.body)
-        call = f"{PREFIX}.while_stmt({test.name}, {body.name}, {has_effects})"
+        call = f"{PREFIX}.while_stmt({test.name}, {body.name})"
         return [test, body, self._call(call, node, node.test)]
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:

@@ -10,6 +10,7 @@ run by Python, so the program has their iterations one after the other.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import jax
@@ -34,8 +35,9 @@ from tessera.compiler.trace.control_flow.merge_points import (
     Merge,
     MergedContainer,
     MergeResult,
+    Slot,
 )
-from tessera.compiler.trace.control_flow.mutable_objects import differences, is_iterator
+from tessera.compiler.trace.control_flow.mutable_objects import is_iterator
 from tessera.compiler.trace.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.compiler.trace.control_flow.user_code import user_line
 from tessera.errors import BranchError, ControlFlowError
@@ -47,27 +49,33 @@ _NO_LOOP = (BranchError, ControlFlowError, LookupError, *NEEDS_VALUE)
 _MAX_TRIALS = 8
 
 
-def while_stmt(
-    test: Callable[[], Any],
-    body: Callable[[], None],
-    test_has_effects: bool,
-) -> None:
-    """A ``while``: Python's own until its condition is traced.
-
-    ``test_has_effects``: whether the condition may change something.
-    """
-    while True:
-        before = State((test, body)).read() if test_has_effects else None
-        holds = test()
-        if _is_traced(holds):
-            break
+def while_stmt(test: Callable[[], Any], body: Callable[[], None]) -> None:
+    """A ``while``: Python's own until its condition is traced."""
+    while not _is_traced(holds := test()):
         if not holds:
             return
         body()
-    state = State((test, body))
-    if before is not None:
-        state.write(before)  # the program evaluates the condition once more
-    _Loop(state, "the `while`", lambda _: body(), test).run_while()
+    _run_while("the `while`", holds, test, lambda _: body(), (test, body))
+
+
+def _run_while(
+    what: str,
+    holds: Any,
+    test: Callable[[], Any] | None,
+    body: Callable[[Any], None],
+    functions: Sequence[Callable[..., Any] | None],
+    items: Items | None = None,
+) -> None:
+    """A ``while_loop`` of the program; each iteration ends with the condition."""
+    going = CellType(truth(jnp.asarray(holds), what))
+
+    def turn(item: Any) -> None:
+        body(item)
+        if test is not None:
+            going.cell_contents = truth(jnp.asarray(test()), what)
+
+    state = State(functions, values=[("whether to go on", going)])
+    _Loop(state, what, turn, items).run_while(going)
 
 
 def for_stmt(
@@ -90,17 +98,18 @@ def for_stmt(
     if items is None:
         _unrolled(iterated, extra_test, guarded)
         return
-    state = State((extra_test, body))
     if _is_traced(items.length):
-        _Loop(state, "the `for`", body, extra_test, items).run_while()
+        functions = extra_test, body
+        _run_while("the `for`", True, extra_test, body, functions, items)
         return
+    state = State((extra_test, body))
     if state.iterators:  # no iteration on its own may move one on
         _unrolled(items, extra_test, guarded)
         return
     # An iteration that appends to a list, say, is no program of its own. Then the loop
     # is unrolled, and Python raises its own errors.
     with contextlib.suppress(*_NO_LOOP), _attempt(state):
-        _Loop(state, "the `for`", guarded, None, items).run_scan()
+        _Loop(state, "the `for`", guarded, items).run_scan()
         return
     _unrolled(items, extra_test, guarded)
 
@@ -189,27 +198,28 @@ class _Loop:
         state: State,
         what: str,
         body: Callable[[Any], None],
-        test: Callable[[], Any] | None,
         items: Items | None = None,
     ) -> None:
         self._state, self._what = state, f"{what} at {user_line()}"
-        self._body, self._test, self._items = body, test, items
+        self._body, self._items = body, items
         self._rows = () if items is None else items.rows
         self._before = state.read()
 
-    def run_while(self) -> None:
-        """As ``jax.lax.while_loop``."""
+    def run_while(self, going: CellType) -> None:
+        """As ``jax.lax.while_loop``, for as long as a variable says."""
+        before = going.cell_contents
         iteration = self._fixed_point(runs_at_least_once=False)
-        test = None if self._test is None else self._traced_test(self._test, iteration)
         length = None if self._items is None else self._items.length
+        (slot,) = [
+            value
+            for key, value in iteration.merged.items()
+            if self._state.owner(key).target is going
+        ] or [None]
 
         def should_continue(carry: tuple[Any, list[Any]]) -> Any:
             index, values = carry
-            within = True if length is None else index < length
-            if test is None:
-                return within
-            (holds,) = _jax.evaluate(test, *values)
-            return holds if within is True else jnp.logical_and(within, holds)
+            holds = values[slot.number] if isinstance(slot, Slot) else before
+            return holds if length is None else jnp.logical_and(index < length, holds)
 
         def step(carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             index, values = carry
@@ -310,32 +320,3 @@ class _Loop:
         before = self._before.get(key, ABSENT)
         is_missing = before is ABSENT or isinstance(before, Unusable)
         return is_missing and self._state.is_variable(key)
-
-    def _traced_test(
-        self, test: Callable[[], Any], iteration: _Iteration
-    ) -> _jax.Program:
-        """The condition of the loop, as a program of the carry."""
-
-        def run(*carried: Any) -> Any:
-            self._write_carried(iteration, carried)
-            start = self._state.read()
-            holds = truth(jnp.asarray(test()), self._what)
-            if changed := differences(start, self._state.read()):
-                names = ", ".join(repr(key.name) for key in changed)
-                raise ControlFlowError(
-                    f"the condition of {self._what} changes {names}",
-                    fix="change it in the body of the loop",
-                )
-            return holds
-
-        structs = [_jax.struct(jax.typeof(value)) for value in iteration.initial()]
-        try:
-            program = jax.make_jaxpr(run)(*structs)
-        finally:
-            self._state.write(self._before)
-        if _jax.prints(program):  # the trace has printed the first time already
-            raise ControlFlowError(
-                f"the condition of {self._what} prints",
-                fix="print in the body of the loop",
-            )
-        return program

@@ -113,7 +113,8 @@ class MergedNumber:
         if isinstance(value, NotReturned):
             return _jax.zeros(jax.typeof(like))
         if self.weak:
-            kind: Any = {"i": int, "f": float, "c": complex}[self.dtype.kind]
+            kinds = {"b": bool, "i": int, "f": float, "c": complex}
+            kind: Any = kinds[self.dtype.kind]
             if isinstance(value, SCALARS):
                 value = kind(value)
             elif value.dtype != self.dtype:

@@ -419,7 +419,7 @@ def test_a_range_of_a_float():
         function(X)
 
 
-def test_a_condition_of_a_loop_that_changes_something_is_refused():
+def test_a_condition_of_a_loop_changes_something_as_often_as_python_asks():
     @ts.function
     def function(x, n):
         count = 0
@@ -431,9 +431,8 @@ def test_a_condition_of_a_loop_that_changes_something_is_refused():
 
         while bump() < n:
             x = x + 1.0
-        return x
+        return x, count
 
-    with pytest.raises(
-        ControlFlowError, match=r"the condition of the `while` .* changes"
-    ):
-        function(X, jnp.int32(3))
+    for n in (0, 1, 3):
+        x, count = function(jnp.float32(0), jnp.int32(n))
+        assert (float(x), int(count)) == (max(n - 1, 0), max(n, 1))
