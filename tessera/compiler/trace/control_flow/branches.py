@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax, scope
+from tessera import _jax
 from tessera.compiler.trace.control_flow.block_state import (
     ABSENT,
     Key,
@@ -35,14 +35,15 @@ def if_stmt(test: Any, body: Run, orelse: Run) -> None:
     choose(test, body, orelse, State((body, orelse)), "the `if`")
 
 
-def if_exp(test: Any, body: Run, orelse: Run) -> Any:
+def if_exp(test: Any, body: Run, orelse: Run, *, computes_both: bool = False) -> Any:
     """``body if test else orelse``."""
     if not isinstance(test, _jax.Tracer):
         return body() if test else orelse()
     value = CellType(None)
     ways = _assigning(value, body), _assigning(value, orelse)
     state = State((body, orelse), values=[("its value", value)])
-    choose(test, *ways, state, "the conditional expression")
+    what = "`and` or `or`" if computes_both else "the conditional expression"
+    choose(test, *ways, state, what, computes_both=computes_both)
     result = value.cell_contents
     return result.read() if isinstance(result, Unusable) else result
 
@@ -56,8 +57,24 @@ def _assigning(value: CellType, operand: Run) -> Run:
     return run
 
 
-def choose(test: Any, body: Run, orelse: Run, state: State, what: str) -> None:
+def choose(
+    test: Any,
+    body: Run,
+    orelse: Run,
+    state: State,
+    what: str,
+    *,
+    computes_both: bool = False,
+) -> None:
     """Trace both blocks; ``jax.lax.cond`` runs one of them.
+
+    Args:
+      test: The condition.
+      body: The block that runs if it holds.
+      orelse: The other one.
+      state: What they may change.
+      what: The statement in messages.
+      computes_both: Whether the program computes both blocks, if neither prints.
 
     Raises:
       BranchError: [T318] they leave values of different types.
@@ -86,14 +103,18 @@ def choose(test: Any, body: Run, orelse: Run, state: State, what: str) -> None:
         ]
         merged[key] = merge.merged(key, *values)
     merge.require_agreement()
-    filled = MergeResult(before, merged, _cond(predicate, blocks, merge))
+    results = _cond(predicate, blocks, merge, computes_both)
+    filled = MergeResult(before, merged, results)
     state.write(filled.values)
     merge.record_ambiguous(filled)
 
 
-def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any]:
+def _cond(
+    predicate: Any, blocks: Sequence[Block], merge: Merge, computes_both: bool
+) -> Sequence[Any]:
     """The outputs of ``cond``: one for each slot of the merge, in order."""
-    if not merge.numbers and not any(b.program.effects for b in blocks):
+    has_effects = any(block.program.effects for block in blocks)
+    if not merge.numbers and not has_effects:
         return []
 
     def way(block: Block, first: bool) -> Callable[[], list[Any]]:
@@ -109,7 +130,11 @@ def _cond(predicate: Any, blocks: Sequence[Block], merge: Merge) -> Sequence[Any
 
         return run
 
-    return jax.lax.cond(predicate, way(blocks[0], True), way(blocks[1], False))
+    ways = way(blocks[0], True), way(blocks[1], False)
+    if computes_both and not has_effects:
+        pairs = zip(ways[0](), ways[1](), strict=True)
+        return [jnp.where(predicate, first, second) for first, second in pairs]
+    return jax.lax.cond(predicate, *ways)
 
 
 # --- what follows from a condition
@@ -147,51 +172,11 @@ def and_(value: Any, second: Run) -> Any:
     """``value and second()``."""
     if not isinstance(value, _jax.Tracer):
         return value and second()
-    other, is_certain = _operand(second)
-    if not is_certain:
-        return if_exp(value, second, lambda: value)
-    if _are_conditions(value, other):
-        return jnp.logical_and(value, other)
-    return if_exp(value, lambda: other, lambda: value)
+    return if_exp(value, second, lambda: value, computes_both=True)
 
 
 def or_(value: Any, second: Run) -> Any:
     """``value or second()``."""
     if not isinstance(value, _jax.Tracer):
         return value or second()
-    other, is_certain = _operand(second)
-    if not is_certain:
-        return if_exp(value, lambda: value, second)
-    if _are_conditions(value, other):
-        return jnp.logical_or(value, other)
-    return if_exp(value, lambda: value, lambda: other)
-
-
-def _operand(second: Run) -> tuple[Any, bool]:
-    """The second operand, evaluated in any case, and whether it has no side effects.
-
-    With side effects it must be a branch instead.
-    """
-    value, here = CellType(None), scope.current()
-    state = State((second,), values=[("its value", value)])
-    before, where = state.read(), f"`and` or `or` at {user_line()}"
-    mark = None if here is None else here.snapshot()
-    block = traced_block(_assigning(value, second), state, before, where)
-    changed = [state.owner(key).target for key in block.after]
-    if block.program.effects or any(target is not value for target in changed):
-        if here is not None and mark is not None:
-            here.restore(mark)
-        return None, False
-    outputs = _jax.evaluate(block.program)
-    (result,) = block.after.values() or (None,)
-    leaves, tree = jax.tree.flatten(result)
-    computed = [block.value(leaf, outputs) for leaf in leaves]
-    return jax.tree.unflatten(tree, computed), True
-
-
-def _are_conditions(*values: Any) -> bool:
-    return all(
-        isinstance(value, bool)
-        or (getattr(value, "dtype", None) == jnp.bool_ and jnp.ndim(value) == 0)
-        for value in values
-    )
+    return if_exp(value, lambda: value, second, computes_both=True)
