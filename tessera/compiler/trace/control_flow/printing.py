@@ -6,8 +6,10 @@ is formatted from traced values keeps them until then.
 """
 
 import builtins
-import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +24,20 @@ from tessera.errors import ArgumentError, ControlFlowError
 _Part = str | tuple[Any, str, str]
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("args", "kwargs"),
+    meta_fields=("function",),
+)
+@dataclass(frozen=True)
+class _Call:
+    """A call that makes text when the program runs; calls among its arguments too."""
+
+    function: Callable[..., str]
+    args: Any
+    kwargs: Any
+
+
 class RuntimeText(str):
     """Text with values in it that are known when the program runs.
 
@@ -29,35 +45,32 @@ class RuntimeText(str):
     characters gets [T319].
 
     Attributes:
-      parts: Text, and tuples of a value, its conversion and its format.
+      call: What makes it.
     """
 
-    parts: tuple[_Part, ...]
-
-    @classmethod
-    def of(cls, parts: Sequence[_Part]) -> str:
-        """Text of some parts; plain text where none of them is traced."""
-        flat: list[_Part] = []
-        for part in parts:
-            plain = isinstance(part, tuple) and part[1:] == ("", "")
-            inner = part[0] if plain else None
-            flat += inner.parts if isinstance(inner, RuntimeText) else [part]
-        traced = [isinstance(p, tuple) and _is_traced(p[0]) for p in flat]
-        text = "".join(
-            p if isinstance(p, str) else str(p[0]) if unknown else _formatted(*p)
-            for p, unknown in zip(flat, traced, strict=True)
-        )
-        if not any(traced):
-            return text
-        made = cls(text)
-        made.parts = tuple(flat)
-        return made
+    call: _Call
 
     def __add__(self, other: str) -> str:
-        return RuntimeText.of([(self, "", ""), (other, "", "")])
+        return _text(operator.add, self, other)
 
     def __radd__(self, other: str) -> str:
-        return RuntimeText.of([(other, "", ""), (self, "", "")])
+        return _text(operator.add, other, self)
+
+
+def _text(function: Callable[..., str], /, *args: Any, **kwargs: Any) -> str:
+    """The text that a call makes: now, or when the program runs if it has to."""
+    if not _is_traced((args, kwargs)):
+        return function(*args, **kwargs)
+    made = RuntimeText("text that is known when the program runs")
+    made.call = _Call(function, *_with_calls((args, kwargs)))
+    return made
+
+
+def _with_calls(values: Any) -> Any:
+    """Values with calls in the place of the texts that they make."""
+    return jax.tree.map(
+        lambda leaf: leaf.call if isinstance(leaf, RuntimeText) else leaf, values
+    )
 
 
 def _unavailable_method(name: str) -> Callable[..., Any]:
@@ -91,44 +104,30 @@ def text_error(use: str) -> ControlFlowError:
 
 def format_string(*parts: _Part) -> str:
     """An f-string, from its parts."""
-    return RuntimeText.of(parts)
+    return _text(_joined, *parts)
+
+
+def _joined(*parts: _Part) -> str:
+    return "".join(p if isinstance(p, str) else _formatted(*p) for p in parts)
 
 
 def format_percent(text: str, values: Any) -> Any:
     """``text % values``."""
-    if not _is_traced(values):
-        return text % values
-    return RuntimeText.of([((text, values), "percent", "")])
+    return _text(operator.mod, text, values)
 
 
 def str_(*args: Any, **kwargs: Any) -> str:
     """``str``."""
     if len(args) == 1 and not kwargs and _is_traced(args[0]):
-        return RuntimeText.of([(args[0], "", "")])
+        return format_string((args[0], "", ""))
     return str(*args, **kwargs)
 
 
 def method_of_text(text: str, name: str) -> Callable[..., Any] | None:
     """``format`` and ``join`` of some text; None for other methods."""
     if name == "join":
-        return functools.partial(_join, text)
-    if name != "format":
-        return None
-
-    def formatted(*args: Any, **kwargs: Any) -> str:
-        if not any(map(_is_traced, (*args, *kwargs.values()))):
-            return text.format(*args, **kwargs)
-        return RuntimeText.of([((text, args, kwargs), "call", "")])
-
-    return formatted
-
-
-def _join(text: str, parts: Iterable[str]) -> str:
-    parts = list(parts)
-    if not any(map(_is_traced, parts)):
-        return text.join(parts)
-    between = [each for part in parts for each in ((text, "", ""), (part, "", ""))]
-    return RuntimeText.of(between[1:])
+        return lambda parts: _text(str.join, text, list(parts))
+    return partial(_text, str.format, text) if name == "format" else None
 
 
 def print_(*values: Any, **options: Any) -> None:
@@ -140,36 +139,34 @@ def print_(*values: Any, **options: Any) -> None:
     if scope.current() is None:  # it runs: this is code that a program calls back
         builtins.print(*values, **options)  # noqa: T201
         return
-    parts = [
-        part
-        for value in values
-        for part in [
-            value.parts if isinstance(value, RuntimeText) else [(value, "", "")]
-        ]
-    ]
-    leaves, tree = jax.tree.flatten(parts)
-    traced = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
+    texts = [_Call(_joined, ((value, "", ""),), {}) for value in _with_calls(values)]
+    leaves, tree = jax.tree.flatten(texts)
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
     def emit(*arrays: Any) -> None:
         known = list(leaves)
         for index, array in zip(traced, arrays, strict=True):
             known[index] = _plain(np.asarray(array))
-        texts = [
-            "".join(p if isinstance(p, str) else _formatted(*p) for p in text)
-            for text in jax.tree.unflatten(tree, known)
-        ]
-        builtins.print(*texts, **options)  # noqa: T201
+        builtins.print(*_made(jax.tree.unflatten(tree, known)), **options)  # noqa: T201
 
     jax.debug.callback(emit, *(leaves[index] for index in traced))
 
 
+def _made(values: Any) -> Any:
+    """Values with the texts that calls make in their place."""
+
+    def text(node: Any) -> Any:
+        if not isinstance(node, _Call):
+            return node
+        args, kwargs = _made((node.args, node.kwargs))
+        if node.function is not _joined:
+            args, kwargs = jax.tree.map(_readable, (args, kwargs))
+        return node.function(*args, **kwargs)
+
+    return jax.tree.map(text, values, is_leaf=lambda node: isinstance(node, _Call))
+
+
 def _formatted(value: Any, conversion: str, spec: str) -> str:
-    if conversion == "call":
-        text, args, kwargs = jax.tree.map(_readable, value)
-        return text.format(*args, **kwargs)
-    if conversion == "percent":
-        text, values = jax.tree.map(_readable, value)
-        return text % values
     if conversion or not isinstance(value, np.generic):
         value = jax.tree.map(_readable, value)
     if conversion:
@@ -192,14 +189,9 @@ def _plain(array: np.ndarray[Any, Any]) -> Any:
     return array[()] if array.ndim == 0 else array
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array)
-
-
 def _is_traced(value: Any) -> bool:
-    if isinstance(value, RuntimeText):
-        return True
-    return any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves(value))
+    kinds = (_jax.Tracer, RuntimeText)
+    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value))
 
 
 def require_known(leaves: Iterable[Any]) -> None:

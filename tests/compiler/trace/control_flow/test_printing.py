@@ -78,7 +78,7 @@ def test_formats_conversions_and_text_that_is_put_together(capsys):
         width = 8
         text = f"{x[1]:{width}.3f}|{n:>4}|{x!r:s}"
         print(text + "|" + str(n) + "|" + f"<{text}>")
-        print("{} and {:.1f}, {name:+d}".format(n, x[1], name=n))
+        print("{} and {:.1f}, {function:+d}".format(n, x[1], function=n))
         print(f"{n=}", f"{x[0].astype(jnp.bfloat16):.2f}")
         return x
 
