@@ -72,10 +72,10 @@ class Conversion:
       failures: Functions that could not be converted, and why.
       ambiguous: Containers that must not be mutated any more.
       returned: Those that must not be mutated once the function has returned them.
-      hidden: Containers that a library keeps and has returned, with their content.
+      library_state: Containers that a library may keep, with their content.
       merged: Objects that merge points have made, by id.
       locked: NumPy arrays that must not be written into until the trace ends.
-      asked: The user's lines that needed the number of a traced value.
+      value_requests: The user's lines that needed the number of a traced value.
       blocks: The nesting depth of the branches and loop bodies being traced.
     """
 

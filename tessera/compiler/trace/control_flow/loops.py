@@ -103,9 +103,6 @@ def for_stmt(
         _run_while("the `for`", True, extra_test, body, functions, items)
         return
     state = State((extra_test, body))
-    if state.iterators:  # no iteration on its own may move one on
-        _unrolled(items, extra_test, guarded)
-        return
     # An iteration that appends to a list, say, is no program of its own. Then the loop
     # is unrolled, and Python raises its own errors.
     with contextlib.suppress(*_NO_LOOP), _attempt(state):
