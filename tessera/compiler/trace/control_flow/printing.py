@@ -68,9 +68,11 @@ def _text(function: Callable[..., str], /, *args: Any, **kwargs: Any) -> str:
 
 def _with_calls(values: Any) -> Any:
     """Values with calls in the place of the texts that they make."""
-    return jax.tree.map(
-        lambda leaf: leaf.call if isinstance(leaf, RuntimeText) else leaf, values
-    )
+
+    def call(leaf: Any) -> Any:
+        return leaf.call if isinstance(leaf, RuntimeText) else leaf
+
+    return jax.tree.map(call, values)
 
 
 def _unavailable_method(name: str) -> Callable[..., Any]:
@@ -126,8 +128,12 @@ def str_(*args: Any, **kwargs: Any) -> str:
 def method_of_text(text: str, name: str) -> Callable[..., Any] | None:
     """``format`` and ``join`` of some text; None for other methods."""
     if name == "join":
-        return lambda parts: _text(str.join, text, list(parts))
+        return partial(_join, text)
     return partial(_text, str.format, text) if name == "format" else None
+
+
+def _join(text: str, parts: Iterable[str]) -> str:
+    return _text(str.join, text, list(parts))
 
 
 def print_(*values: Any, **options: Any) -> None:
