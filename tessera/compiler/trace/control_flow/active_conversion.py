@@ -146,9 +146,7 @@ class Conversion:
         if but is not None:
             return
         if self.value_requests:
-            raise self.value_error(
-                f" at {self.value_requests[0]}", "an error that was caught"
-            )
+            raise self.value_error(self.value_requests[0], "an error that was caught")
         for each in self.ambiguous:
             each.check()
 
@@ -158,7 +156,7 @@ class Conversion:
             f"\n{name} runs as it is: {why}" for name, why in self.failures.items()
         )
         return ControlFlowError(
-            f"Python needs a value{where} that is only known when the program runs",
+            f"Python needs a value at {where} that is only known when the program runs",
             got=got + runs_plainly,
             fix="use `if`, `while` or `for` in a function that is defined in a file, "
             "or jnp.where, jax.lax.cond and jax.lax.while_loop\n"

@@ -6,21 +6,24 @@ traced again with its source converted, and so are the functions that it calls. 
 that, what the first trace changed outside of the function is restored.
 """
 
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from tessera import _jax, _jax_traces
+from tessera import _jax_traces
 from tessera.compiler.trace.control_flow.active_conversion import (
     NEEDS_VALUE,
     Conversion,
     conversion_context,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
-from tessera.compiler.trace.control_flow.user_code import is_user_code, prints
+from tessera.compiler.trace.control_flow.user_code import (
+    is_user_code,
+    line_of,
+    prints,
+)
 from tessera.errors import ControlFlowError
 
 _Result = TypeVar("_Result")
@@ -141,15 +144,6 @@ def _needs_value(error: Exception) -> bool:
 
 
 def _unsupported_error(error: Exception, conversion: Conversion) -> ControlFlowError:
-    where, line = _user_line_of(error)
+    where, line = line_of(error)
     got = str(error).strip().partition("\n")[0] + (f"\nin: {line}" if line else "")
     return conversion.value_error(where, got)
-
-
-def _user_line_of(error: Exception) -> tuple[str, str]:
-    """`` at file.py:12`` of the user's line that an error is from, and its text."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not _jax.is_library_code(frame.filename)]
-    if not users:
-        return "", ""
-    return f" at {users[-1].filename}:{users[-1].lineno}", users[-1].line or ""

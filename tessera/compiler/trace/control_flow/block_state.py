@@ -6,7 +6,6 @@ comparing this state before and after, and is then undone: the outputs of the
 traced program take its place.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -19,16 +18,24 @@ from tessera.compiler.trace.control_flow.mutable_objects import (
     MutableObject,
 )
 from tessera.compiler.trace.control_flow.reachability import Reach
+from tessera.errors import BranchError
 
 ABSENT: Final = object()  # what an entry has that is not there
 
 
-class Unusable(ABC):
-    """The value of a variable that no program can compute; its use is an error."""
+class Unusable:
+    """The value of a variable that no program can compute; its use is an error.
 
-    @abstractmethod
+    Args:
+      error: Makes the error where the variable is used.
+    """
+
+    def __init__(self, error: Callable[[], BranchError]) -> None:
+        self._error = error
+
     def read(self) -> NoReturn:
         """Raise the error."""
+        raise self._error()
 
     def _used(self, *_: Any) -> Any:
         return self.read()

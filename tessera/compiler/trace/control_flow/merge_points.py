@@ -9,7 +9,7 @@ program runs, so all three can be read but not changed from then on.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,14 +164,14 @@ class Merge:
             if isinstance(value, Unusable):
                 return value
         if first is ABSENT or second is ABSENT:
-            return AssignedOnOneBranch(key.name, self.where)
+            return _assigned_on_one_way(key.name, self.where)
         count = len(self._problems)
         merged = self.value(key.name, first, second)
         if len(self._problems) == count:
             return merged
         self._deferred += self._problems[count:]
         del self._problems[count:]
-        return TypeMismatch(self)
+        return Unusable(self.disagreement)
 
     def value(self, name: str, first: Any, second: Any) -> Any:
         """The merged value; what is new is a ``Slot`` or a ``MergedContainer``."""
@@ -293,30 +293,17 @@ class Merge:
         return first
 
 
-class AssignedOnOneBranch(Unusable):
-    """A variable that has a value after one branch only."""
+def _assigned_on_one_way(name: str, where: str) -> Unusable:
+    """What a variable is that has a value after one branch only."""
 
-    def __init__(self, name: str, where: str) -> None:
-        self._name, self._where = name, where
-
-    def read(self) -> NoReturn:
-        """Raise [T318]: whether there is a value is only known when it runs."""
-        raise BranchError(
-            f"{self._name!r} has a value on one way only through {self._where}, "
-            f"and is used at {user_line()}",
+    def error() -> BranchError:
+        return BranchError(
+            f"{name!r} has a value on one way only through {where}, and is used at "
+            f"{user_line()}",
             fix="give it a value before, or on both ways",
         )
 
-
-class TypeMismatch(Unusable):
-    """A variable whose values have different types on the two branches."""
-
-    def __init__(self, merge: Merge) -> None:
-        self._merge = merge
-
-    def read(self) -> NoReturn:
-        """Raise [T318] with all mismatches of the merge point."""
-        raise self._merge.disagreement()
+    return Unusable(error)
 
 
 def describe(value: Any) -> str:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace a block of code: a program, and the changes that the block makes."""
 
-import dis
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tessera.compiler.trace.control_flow.block_state import ABSENT, Key, State
 from tessera.compiler.trace.control_flow.containers import BranchContents, leaves_in
 from tessera.compiler.trace.control_flow.merge_points import SCALARS, describe
 from tessera.compiler.trace.control_flow.mutable_objects import differences
-from tessera.compiler.trace.control_flow.user_code import user_line
+from tessera.compiler.trace.control_flow.user_code import line_of, user_line
 from tessera.compiler.trace.declared_layouts import is_number
 from tessera.errors import ControlFlowError, TesseraError
 
@@ -159,22 +158,14 @@ def _errors_recorded(what: str) -> Iterator[None]:
 
 
 def _raised_error(error: Exception, what: str) -> ControlFlowError:
-    location, is_statement = "an unknown line", False
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not _jax.is_library_code(code.co_filename):
-            location = f"{code.co_filename}:{trace.tb_lineno}"
-        operation = dis.opname[code.co_code[trace.tb_lasti]]
-        is_statement = operation == "RAISE_VARARGS"
-        trace = trace.tb_next
+    location, line = line_of(error)
     return ControlFlowError(
         f"{type(error).__name__} at {location} is raised in {what}, which is traced "
         "whether it runs or not",
         got=str(error).strip().partition("\n")[0],
         fix="give back a value that tells, and raise outside, or use "
         "jax.experimental.checkify"
-        if is_statement
+        if line.startswith("raise")
         else "let both ways be possible for every value of the condition, or decide "
         "with a value of Python",
     )

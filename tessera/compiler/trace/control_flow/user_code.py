@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -132,6 +133,15 @@ def prints(function: Any, seen: set[int] | None = None) -> bool:
         elif callable(value) and prints(value, seen):
             return True
     return False
+
+
+def line_of(error: BaseException) -> tuple[str, str]:
+    """``file.py:12`` of the user's line that an error is from, and its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not _jax.is_library_code(frame.filename)]
+    if not users:
+        return "an unknown line", ""
+    return f"{users[-1].filename}:{users[-1].lineno}", users[-1].line or ""
 
 
 def user_line() -> str:
