@@ -70,14 +70,15 @@ test: $(DEV_READY) ## Test every public behaviour once: pytest $(ARGS)
 
 # The doors to JAX, the API, parsers, one run that is trained and resumed: what another
 # version of JAX or of Python breaks first.
-SMOKE := $(addprefix tests/,annotations api/test_function.py api/test_function_misuse.py \
-  api/test_distribute.py api/test_pipeline.py api/test_training_step.py \
-  api/test_value_and_grad.py api/test_objects_of_nnx.py compiler/lower \
-  compiler/trace/test_tracer.py compiler/trace/test_spmd_region.py \
-  compiler/passes/test_differentiate_losses.py ops/attention/test_dispatch.py api/test_kernel.py \
-  runtime/test_compile_cache.py runtime/test_devices.py targets/test_target.py \
-  test_mesh.py test_primitive_properties.py test_scope.py test_shard.py \
-  test_run_training.py training/checkpoints/test_resumed_runs.py)
+SMOKE := $(addprefix tests/,annotations graph/test_function.py graph/test_function_misuse.py \
+  graph/test_distribute.py graph/test_pipeline.py graph/test_training_step.py \
+  graph/test_value_and_grad.py graph/test_objects_of_nnx.py graph/lower \
+  graph/tracer/test_tracer.py graph/tracer/test_spmd_region.py \
+  graph/passes/test_differentiate_losses.py ops/attention/test_dispatch.py \
+  graph/test_kernel.py train/runtime/test_compile_cache.py \
+  train/runtime/test_devices.py targets/test_target.py test_mesh.py \
+  foundations/test_primitive_properties.py tracing/test_scope.py test_shard.py \
+  test_run_training.py train/checkpoints/test_resumed_runs.py)
 
 test-smoke: $(DEV_READY) ## Test what another JAX or Python breaks first: pytest $(ARGS)
 	$(BIN)/python -m pytest -m "not full" $(SMOKE) $(ARGS)
@@ -86,13 +87,13 @@ test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers: pytest $(ARGS)
-	$(HF_VENV)/bin/python -m tests.models.golden.make_golden --check
+	$(HF_VENV)/bin/python -m tests.train.models.golden.make_golden --check
 	TESSERA_HF_PYTHON=$(abspath $(HF_VENV))/bin/python $(BIN)/python -m pytest $(or $(ARGS),tests/hf)
 
 # A browser of PATH or of CHROMIUM is taken, else Playwright's own is fetched.
 test-report: $(REPORT_READY) ## Open reports in headless Chromium: pytest $(ARGS)
 	PLAYWRIGHT_BROWSERS_PATH=$(abspath $(REPORT_VENV))/browsers \
-	  $(REPORT_VENV)/bin/python -m pytest -n0 -s $(or $(ARGS),tests/report/test_in_browser.py)
+	  $(REPORT_VENV)/bin/python -m pytest -n0 -s $(or $(ARGS),tests/train/report/test_in_browser.py)
 
 test-targets: $(TARGETS_READY) ## Compile for GPUs and TPUs that are not here: pytest $(ARGS)
 	TESSERA_TEST_TARGETS=1 $(TARGETS_VENV)/bin/python -m pytest $(or $(ARGS),tests/targets/compiled)

@@ -36,8 +36,8 @@ from tessera.mesh import Mesh
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Options
 from tessera.ops.attention.flash import flash_attention
-from tessera.runtime.devices import prepare_devices
 from tessera.targets.target import Target
+from tessera.train.runtime.devices import prepare_devices
 
 TARGETS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 BATCH, HEADS, GROUPS, LENGTH = 2, 8, 4, 4096

@@ -16,11 +16,11 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera._jax_workarounds import correct_options
-from tessera.models.decoder.decoder import Decoder
+from tessera.jax_compat.workarounds import correct_options
 from tessera.ops.clipping import global_norm
-from tessera.training.step import StepConfig, batch_spec
-from tessera.training.train_state import TrainState, state_specs
+from tessera.train.loop.step import StepConfig, batch_spec
+from tessera.train.loop.train_state import TrainState, state_specs
+from tessera.train.models.decoder.decoder import Decoder
 
 Tree: TypeAlias = Any
 Loss: TypeAlias = Callable[[Tree, Tree], jax.Array]

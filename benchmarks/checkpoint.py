@@ -26,21 +26,21 @@ import jax  # noqa: E402
 import report  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.models.registry import config_of  # noqa: E402
-from tessera.training.build_run import Run  # noqa: E402
-from tessera.training.checkpoints.checkpoint_folder import (  # noqa: E402
+from tessera.train.checkpoints.checkpoint_folder import (  # noqa: E402
     Checkpoint,
     read_checkpoint,
 )
-from tessera.training.checkpoints.restore_arrays import Restoration  # noqa: E402
-from tessera.training.checkpoints.saving import Checkpoints, SaveStats  # noqa: E402
-from tessera.training.config import (  # noqa: E402
+from tessera.train.checkpoints.restore_arrays import Restoration  # noqa: E402
+from tessera.train.checkpoints.saving import Checkpoints, SaveStats  # noqa: E402
+from tessera.train.config.config import (  # noqa: E402
     Config,
     ModelConfig,
     TrainingConfig,
 )
-from tessera.training.data.cursor import Cursor  # noqa: E402
-from tessera.training.train_state import init_state  # noqa: E402
+from tessera.train.data.cursor import Cursor  # noqa: E402
+from tessera.train.loop.build_run import Run  # noqa: E402
+from tessera.train.loop.train_state import init_state  # noqa: E402
+from tessera.train.models.registry import config_of  # noqa: E402
 
 # Widths of a model of 12 layers: about 30 MB, 200 MB, 1.3 GB of state.
 WIDTHS = (128, 512, 1280)

@@ -31,7 +31,8 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import tessera as ts  # noqa: E402
-from tessera import graph, scope  # noqa: E402
+from tessera import graph  # noqa: E402
+from tessera.tracing import scope  # noqa: E402
 
 Phase: TypeAlias = tuple[str, float, float]
 Phases: TypeAlias = Iterator[str]

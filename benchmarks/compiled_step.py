@@ -26,12 +26,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.ledger import Ledger
-from tessera.config_files import configs_dir
+from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
-from tessera.runtime.devices import prepare_devices
 from tessera.targets.target import Target
-from tessera.training.build_run import Run
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
+from tessera.train.loop.build_run import Run
+from tessera.train.runtime.devices import prepare_devices
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, MLP, VOCABULARY = 26, 1152, 4, 256, 6912, 262_144
 ROWS, LENGTH, CHUNK = 2, 4096, 512

@@ -24,18 +24,18 @@ simulate_devices(8)
 import report  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.models.registry import config_of  # noqa: E402
-from tessera.training.build_run import Run  # noqa: E402
-from tessera.training.config import (  # noqa: E402
+from tessera.train.config.config import (  # noqa: E402
     Config,
     ModelConfig,
     RuntimeConfig,
     TrainingConfig,
 )
-from tessera.training.console import Console  # noqa: E402
-from tessera.training.data.data_config import DataConfig  # noqa: E402
-from tessera.training.metrics import MetricWriter  # noqa: E402
-from tessera.training.training_loop import Trainer  # noqa: E402
+from tessera.train.data.data_config import DataConfig  # noqa: E402
+from tessera.train.loop.build_run import Run  # noqa: E402
+from tessera.train.loop.console import Console  # noqa: E402
+from tessera.train.loop.metrics import MetricWriter  # noqa: E402
+from tessera.train.loop.training_loop import Trainer  # noqa: E402
+from tessera.train.models.registry import config_of  # noqa: E402
 
 MESHES = {
     "fsdp": ((8,), ("fsdp",)),

@@ -33,18 +33,18 @@ from tessera.analysis.hlo import Computation, Instruction, Module, parse
 from tessera.analysis.timeline.operation_times import OperationTimes, roofline
 from tessera.analysis.timeline.work import Work, is_free, work
 from tessera.mesh import Mesh
-from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.decoder import Block
-from tessera.models.decoder.layers import recomputed, rotate
-from tessera.models.decoder.rotary import Rotation, frequencies
-from tessera.models.partition_rules import NO_MESH
-from tessera.models.registry import config_of
 from tessera.ops.activations import GATES
 from tessera.ops.attention.flash import flash_attention
 from tessera.ops.norms import rms_norm
 from tessera.ops.rematerialization import remat
-from tessera.runtime.devices import prepare_devices
 from tessera.targets.target import Target
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.decoder import Block
+from tessera.train.models.decoder.layers import recomputed, rotate
+from tessera.train.models.decoder.rotary import Rotation, frequencies
+from tessera.train.models.partition_rules import NO_MESH
+from tessera.train.models.registry import config_of
+from tessera.train.runtime.devices import prepare_devices
 
 TARGETS: Final = ("h100:1x1",)
 MODELS: Final = ("gemma3_1b", "llama3.1_8b")

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import report
 
-from tessera.models import DecoderModel, Sampler, config_of
+from tessera.train.models import DecoderModel, Sampler, config_of
 
 PEER = Path(__file__).parent / "peer_programs" / "generate_transformers.py"
 PROMPT = 32

@@ -40,7 +40,7 @@ from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
-from tessera.runtime.devices import prepare_devices
+from tessera.train.runtime.devices import prepare_devices
 
 TARGETS = {"h100:1x1": "sm_90a", "b200:1x1": "sm_100a"}
 TOKENS, WIDTH = 8192, 2048

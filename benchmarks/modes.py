@@ -13,13 +13,13 @@ from typing import Any
 import by_hand
 
 from tessera.mesh import Mesh
-from tessera.models.decoder.config import DecoderConfig
-from tessera.models.decoder.model import DecoderModel
-from tessera.models.pipeline_stages import split_of
-from tessera.models.registry import config_of
-from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined_model import schedule_of
-from tessera.training.step import StepConfig
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.pipelined_model import schedule_of
+from tessera.train.loop.step import StepConfig
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.model import DecoderModel
+from tessera.train.models.pipeline_stages import split_of
+from tessera.train.models.registry import config_of
 
 
 @dataclass(frozen=True)

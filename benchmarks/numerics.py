@@ -20,12 +20,12 @@ import report  # noqa: E402
 from runs import Runner, prepared, random_batch  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.models.decoder.model import DecoderModel  # noqa: E402
-from tessera.models.pipeline_stages import split_of  # noqa: E402
-from tessera.models.registry import config_of  # noqa: E402
-from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
-from tessera.training.pipelined_model import schedule_of  # noqa: E402
-from tessera.training.step import StepConfig  # noqa: E402
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer  # noqa: E402
+from tessera.train.loop.pipelined_model import schedule_of  # noqa: E402
+from tessera.train.loop.step import StepConfig  # noqa: E402
+from tessera.train.models.decoder.model import DecoderModel  # noqa: E402
+from tessera.train.models.pipeline_stages import split_of  # noqa: E402
+from tessera.train.models.registry import config_of  # noqa: E402
 
 MESHES = {
     "one device": {"dp": 1},

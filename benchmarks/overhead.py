@@ -25,10 +25,10 @@ from runs import prepared, random_batch  # noqa: E402
 from tessera.analysis.flops import count  # noqa: E402
 from tessera.analysis.ledger import collectives  # noqa: E402
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.models.decoder.model import DecoderModel  # noqa: E402
-from tessera.models.registry import config_of  # noqa: E402
-from tessera.training.optimizers import AdamWConfig, make_optimizer  # noqa: E402
-from tessera.training.step import StepConfig  # noqa: E402
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer  # noqa: E402
+from tessera.train.loop.step import StepConfig  # noqa: E402
+from tessera.train.models.decoder.model import DecoderModel  # noqa: E402
+from tessera.train.models.registry import config_of  # noqa: E402
 
 MESHES = {
     "one device": ((1,), ("fsdp",)),

@@ -20,9 +20,9 @@ os.environ.setdefault("PJRT_NPROC", "32")
 import report
 from compiled_step import by_tessera
 
-from tessera import scope
 from tessera.mesh import Mesh
-from tessera.runtime.devices import prepare_devices
+from tessera.tracing import scope
+from tessera.train.runtime.devices import prepare_devices
 
 # For each machine the targets of 8 and of 16 devices.
 TARGETS: Final = {

@@ -9,10 +9,10 @@ from modes import MODES
 from report import Row, progress
 from runs import random_batch
 
-from tessera.compiler.compile_stages import Compiled
-from tessera.compiler.pipelining.named_schedules import NAMES
-from tessera.training.step import make_train_step
-from tessera.training.train_state import init_state
+from tessera.graph.compile_stages import Compiled
+from tessera.graph.pipelining.named_schedules import NAMES
+from tessera.train.loop.step import make_train_step
+from tessera.train.loop.train_state import init_state
 
 FEW, MANY = 8, 64
 SHALLOW, DEEP = 2, 8

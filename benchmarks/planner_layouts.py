@@ -17,17 +17,17 @@ import jax
 import report
 from planner_published import spearman
 
-from tessera.config_files import configs_dir
+from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
-from tessera.planner.layout import Layout
-from tessera.planner.step_time import StepModel
-from tessera.runtime.devices import prepare_devices
 from tessera.targets.target import Target
-from tessera.training.batch_sizes import with_batch_sizes
-from tessera.training.build_run import Run
-from tessera.training.command_line import compose
-from tessera.training.config import Config
-from tessera.training.train_state import init_state
+from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.command_line import compose
+from tessera.train.config.config import Config
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.train_state import init_state
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.step_time import StepModel
+from tessera.train.runtime.devices import prepare_devices
 
 COMMON = ("data=synthetic", "training.global_batch_size=64", "training.seed=0")
 MANY = "training.micro_batch_size=64"

@@ -16,17 +16,17 @@ os.environ.setdefault("PJRT_NPROC", "32")
 
 import report
 
-from tessera.config_files import configs_dir
 from tessera.errors import DeviceMemoryError
+from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
-from tessera.planner.layout import Layout
-from tessera.planner.memory_model import is_safe
-from tessera.planner.step_time import StepModel
-from tessera.runtime.devices import prepare_devices
 from tessera.targets.target import Target
-from tessera.training.build_run import Run
-from tessera.training.command_line import compose
-from tessera.training.config import Config
+from tessera.train.config.command_line import compose
+from tessera.train.config.config import Config
+from tessera.train.loop.build_run import Run
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.memory_model import is_safe
+from tessera.train.planner.step_time import StepModel
+from tessera.train.runtime.devices import prepare_devices
 
 # Model, tokens of a sequence, target, mesh, microbatch, policy, other settings. Rules
 # of the model were found without the last four of H100, the last one of v5p, and those

@@ -20,13 +20,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import report
 
-from tessera.config_files import configs_dir
-from tessera.planner.layout import Layout
-from tessera.planner.step_time import StepModel
-from tessera.planner.traced_products import Lookup, Product
-from tessera.planner.workload import Parameter, Recomputed, Workload
+from tessera.foundations.config_files import configs_dir
 from tessera.targets.target import Target
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.step_time import StepModel
+from tessera.train.planner.traced_products import Lookup, Product
+from tessera.train.planner.workload import Parameter, Recomputed, Workload
 
 _BF16: Final = 2
 _ADAM: Final = 8.0  # bytes of two moments in f32

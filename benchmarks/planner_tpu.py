@@ -17,14 +17,14 @@ os.environ.setdefault("PJRT_NPROC", "32")
 import report
 from planner_published import spearman
 
-from tessera.config_files import configs_dir
+from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
-from tessera.planner.layout import Layout
-from tessera.planner.step_time import StepModel
-from tessera.runtime.devices import prepare_devices
 from tessera.targets.target import Target
-from tessera.training.build_run import Run
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
+from tessera.train.loop.build_run import Run
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.step_time import StepModel
+from tessera.train.runtime.devices import prepare_devices
 
 TARGET = "v5e:4x4"
 # Mesh, microbatch, microbatches, policy: 64 sequences of 2,048 tokens in each.

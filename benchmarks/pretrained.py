@@ -68,7 +68,7 @@ def read(folder: str, mesh: str) -> dict[str, Any]:
     import jax
 
     from tessera.mesh import Mesh
-    from tessera.models import from_pretrained
+    from tessera.train.models import from_pretrained
 
     grid = Mesh(axes, range(math.prod(sizes)), sizes)
     jax.block_until_ready(jax.device_put(1.0))  # starts the backend
@@ -96,9 +96,9 @@ def write(folder: Path, model: str) -> int:
     import ml_dtypes
     import numpy as np
 
-    from tessera.models import DecoderModel, config_of
-    from tessera.models.write_folder import write_folder
-    from tessera.tree import named_leaves
+    from tessera.foundations.tree import named_leaves
+    from tessera.train.models import DecoderModel, config_of
+    from tessera.train.models.write_folder import write_folder
 
     config, draw = config_of(model), np.random.default_rng(0)
     leaves = named_leaves(DecoderModel(config).abstract())

@@ -28,10 +28,10 @@ from modes import MODES  # noqa: E402
 from overhead import MESHES, config_on  # noqa: E402
 from runs import random_batch  # noqa: E402
 
-from tessera.api.function import Function  # noqa: E402
-from tessera.compiler.pass_runner import BACKEND_PASSES  # noqa: E402
-from tessera.training.step import StepConfig, make_train_step  # noqa: E402
-from tessera.training.train_state import init_state  # noqa: E402
+from tessera.graph.function import Function  # noqa: E402
+from tessera.graph.pass_runner import BACKEND_PASSES  # noqa: E402
+from tessera.train.loop.step import StepConfig, make_train_step  # noqa: E402
+from tessera.train.loop.train_state import init_state  # noqa: E402
 
 NAMES = (*MESHES, "gpipe")
 ROWS, LENGTH, MICROBATCHES = 16, 64, 8

@@ -31,8 +31,8 @@ from typing import Any
 
 import report
 
-from tessera.records.events import Event, read_events
-from tessera.records.goodput import goodput_of
+from tessera.train.records.events import Event, read_events
+from tessera.train.records.goodput import goodput_of
 
 ROOT = Path(__file__).parents[1]
 KILLS, QUICK_KILLS = 6, 1
@@ -49,7 +49,7 @@ class Launched:
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tessera.launch", "--nprocs=2"),
+                *(sys.executable, "-m", "tessera.train.commands.launch", "--nprocs=2"),
                 *(f"--max-restarts={kills}", str(ROOT / "run_training.py")),
                 *("model=tiny", "model.mesh_shape=[[2,1],[fsdp,tp]]"),
                 *("runtime.platform=cpu", f"runtime.compile_cache={cache}"),

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tessera.api.function import Function
-from tessera.compiler.compile_stages import Compiled
-from tessera.compiler.pass_runner import BACKEND_PASSES
-from tessera.training.step import StepConfig, batch_spec, make_train_step
-from tessera.training.train_state import TrainState, init_state
+from tessera.graph.compile_stages import Compiled
+from tessera.graph.function import Function
+from tessera.graph.pass_runner import BACKEND_PASSES
+from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.train_state import TrainState, init_state
 
 
 def random_batch(config: StepConfig, rows: int, length: int) -> dict[str, jax.Array]:

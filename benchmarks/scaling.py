@@ -109,8 +109,8 @@ def measured(overrides: list[str]) -> dict[str, Any]:
     """CPU seconds and bytes of compiling the trainer's step."""
     # Here, so that the parent stays small.
     from tessera.mesh import Mesh
-    from tessera.training.build_run import Run
-    from tessera.training.command_line import compose
+    from tessera.train.config.command_line import compose
+    from tessera.train.loop.build_run import Run
 
     settings = compose(overrides, CONFIGS).config
     job = Run(settings, Mesh.from_shape(settings.model.mesh_shape))

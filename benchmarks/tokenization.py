@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 PEER = Path(__file__).parent / "peer_programs" / "peer_datasets.py"
 PREPARE = """
 import json, sys, time
-from tessera.training.data import DataConfig, load
+from tessera.train.data import DataConfig, load
 path, tokenizer, cache, workers = sys.argv[1:]
 config = DataConfig(
     name="text", path=path, tokenizer=tokenizer, cache_dir=cache,

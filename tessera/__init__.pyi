@@ -9,18 +9,17 @@ from tessera import mesh as mesh
 from tessera import nn as nn
 from tessera import op as op
 from tessera.annotations import Tensor as Tensor
-from tessera.api import schedule as schedule
-from tessera.api.distribute import distribute as distribute
-from tessera.api.jit import function as function
-from tessera.api.jit import function as jit
-from tessera.api.value_and_grad import value_and_grad as value_and_grad
 from tessera.arrays import *
-from tessera.casts import autocast as autocast
-from tessera.compiler.gradient_primitive import grad as grad
 from tessera.debug.compare_layouts import compare_layouts as compare_layouts
-from tessera.dtypes import *
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
+from tessera.foundations.dtypes import *
+from tessera.graph import schedule as schedule
+from tessera.graph.distribute import distribute as distribute
+from tessera.graph.gradient_primitive import grad as grad
+from tessera.graph.jit import function as function
+from tessera.graph.jit import function as jit
+from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
 from tessera.ops.clipping import clip_by_value as clip_by_value
@@ -30,8 +29,9 @@ from tessera.ops.gradient_accumulation import (
 )
 from tessera.ops.rematerialization import checkpoint as checkpoint
 from tessera.ops.rematerialization import remat as remat
-from tessera.planner.plan_step import plan as plan
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
-from tessera.training.checkpoints.resume_plan import resume_plan as resume_plan
+from tessera.tracing.casts import autocast as autocast
+from tessera.train.checkpoints.resume_plan import resume_plan as resume_plan
+from tessera.train.planner.plan_step import plan as plan
 from tessera.version import __version__ as __version__

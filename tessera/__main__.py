@@ -22,15 +22,36 @@ _OF_TRAINER = frozenset(
 
 # Subcommand -> the module whose ``main(arguments)`` returns the exit code; its summary.
 _COMMANDS = {
-    "train": ("tessera.train_command", "train a model; --help lists every setting"),
-    "launch": ("tessera.launch", "start a program in several processes"),
-    "export": ("tessera.export", "write the weights of a run for others to load"),
-    "generate": ("tessera.generate", "continue prompts with a trained model"),
-    "evaluate": ("tessera.evaluate", "the perplexity of a trained model on text"),
-    "plan": ("tessera.plan_command", "choose the layout of a run for a machine"),
-    "calibrate": ("tessera.calibrate", "measure this machine, as a target to plan for"),
-    "report": ("tessera.report_command", "write what runs did as a page of HTML"),
-    "doctor": ("tessera.doctor", "show versions, devices, and what is wrong"),
+    "train": (
+        "tessera.train.commands.train",
+        "train a model; --help lists every setting",
+    ),
+    "launch": ("tessera.train.commands.launch", "start a program in several processes"),
+    "export": (
+        "tessera.train.commands.export",
+        "write the weights of a run for others to load",
+    ),
+    "generate": (
+        "tessera.train.commands.generate",
+        "continue prompts with a trained model",
+    ),
+    "evaluate": (
+        "tessera.train.commands.evaluate",
+        "the perplexity of a trained model on text",
+    ),
+    "plan": ("tessera.train.commands.plan", "choose the layout of a run for a machine"),
+    "calibrate": (
+        "tessera.train.commands.calibrate",
+        "measure this machine, as a target to plan for",
+    ),
+    "report": (
+        "tessera.train.commands.report",
+        "write what runs did as a page of HTML",
+    ),
+    "doctor": (
+        "tessera.train.commands.doctor",
+        "show versions, devices, and what is wrong",
+    ),
 }
 
 

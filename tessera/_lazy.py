@@ -28,9 +28,9 @@ def lazy_names(
     module with an ``__all__``.
 
     Example:
-      >>> get, _, names = lazy_names("tessera.models")
+      >>> get, _, names = lazy_names("tessera.train.models")
       >>> "DecoderConfig" in names, get("DecoderConfig").__module__
-      (True, 'tessera.models.decoder.config')
+      (True, 'tessera.train.models.decoder.config')
     """
     module = sys.modules[package]
     origins = dict(_origins(_parsed(str(module.__file__) + "i")))

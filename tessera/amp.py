@@ -4,7 +4,7 @@
 A facade: every name is defined elsewhere, and nothing in the package imports it.
 """
 
-from tessera.casts import autocast
 from tessera.ops.loss_scale import LossScale, all_finite
+from tessera.tracing.casts import autocast
 
 __all__ = ["LossScale", "all_finite", "autocast"]

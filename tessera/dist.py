@@ -6,6 +6,7 @@ A facade: every name is defined elsewhere, and nothing in the package imports it
 
 from tessera.analysis.inspection import Inspection, inspect
 from tessera.debug.profile import profile
+from tessera.foundations.simulated_devices import simulate_devices
 from tessera.mesh import Mesh
 from tessera.ops.collectives import (
     all_gather,
@@ -26,7 +27,6 @@ from tessera.ops.gradient_averaging import (
     per_device,
 )
 from tessera.shard import DistTensor, ShardSpec, tensor
-from tessera.simulated_devices import simulate_devices
 
 allreduce = all_reduce
 

@@ -25,8 +25,14 @@ from jax import Array, Device
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import Mesh as JaxMesh
 
-from tessera import _jax, _jax_targets
-from tessera.device_grid import (
+from tessera.errors import (
+    AbstractMeshError,
+    MeshShapeError,
+    NoMeshError,
+    UnknownAxisError,
+    did_you_mean,
+)
+from tessera.foundations.device_grid import (
     checked_axes,
     checked_shape,
     fold,
@@ -35,15 +41,9 @@ from tessera.device_grid import (
     listed,
     read_devices,
 )
-from tessera.errors import (
-    AbstractMeshError,
-    MeshShapeError,
-    NoMeshError,
-    UnknownAxisError,
-    did_you_mean,
-)
-from tessera.mesh_devices import default_ids, find_devices
+from tessera.jax_compat import jaxprs, target_devices
 from tessera.targets.device_layout import device_grid
+from tessera.targets.mesh_devices import default_ids, find_devices
 from tessera.targets.target import Target
 
 __all__ = ("Mesh", "auto", "current")
@@ -278,7 +278,7 @@ class Mesh:
             mesh = self._grid_of([devices[i] for i in self.device_ids])
             _target_of_jax[mesh] = self.target
             return mesh
-        return self._grid_of(_jax_targets.cpu_devices(self.size))
+        return self._grid_of(target_devices.cpu_devices(self.size))
 
     def axis_tuple(self, axis: str | Sequence[str]) -> tuple[str, ...]:
         """One or several axis names as a tuple; checks that the mesh has them.
@@ -340,7 +340,7 @@ class Mesh:
         if explicit := self.explicit_axes:
             notes.insert(0, f"Explicit axes {', '.join(explicit)}")
         # A repr must not start a backend.
-        if _jax.backend_started() and self.target is None:
+        if jaxprs.backend_started() and self.target is None:
             if self.is_abstract:
                 notes.append(f"abstract: {jax.device_count()} devices here")
             elif idle := self.idle_device_ids:

@@ -4,7 +4,7 @@
 A facade: every name is defined elsewhere, and nothing in the package imports it.
 """
 
-from tessera.api.kernel import kernel
+from tessera.graph.kernel import kernel
 from tessera.ops.attention import (
     context_attention,
     flash_attention,

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax
-from tessera.dtypes import as_dtype as as_dtype
 from tessera.errors import (
     NoMeshError,
     SpecFormError,
     TensorFormError,
     did_you_mean,
 )
+from tessera.foundations.dtypes import as_dtype as as_dtype
+from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh, opened_or_none
 from tessera.shard_spec import ShardSpec as ShardSpec
 from tessera.shard_spec import axes_of_dims, check_even, stored_shape
@@ -281,7 +281,7 @@ for _name in (
 ):
     setattr(DistTensor, f"__{_name}__", _forward(f"__{_name}__"))
 
-_jax.register_array_like(DistTensor)
+jaxprs.register_array_like(DistTensor)
 
 
 def tensor(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a small model: two layers, one with a window and one without."""
 
-from tessera.models import DecoderConfig
+from tessera.train.models import DecoderConfig
 
 SMALL = DecoderConfig(
     vocab_size=64,

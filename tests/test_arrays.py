@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import tessera as ts
-from tessera import _jax, arrays
+from tessera import arrays
 from tessera.errors import OperandError, TensorFormError
+from tessera.jax_compat import jaxprs
 
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("f4")
 MATRIX = X[0]
@@ -258,5 +259,5 @@ def test_operations_come_from_the_users_line():
         return ts.sum(x, dim=0), *ts.split(x, 2), ts.transpose(x, 0, 1), ts.zeros(2)
 
     program = step.trace(MATRIX[:2]).graph.program
-    lines = {_jax.source_line(equation) for equation in _jax.equations(program)}
+    lines = {jaxprs.source_line(equation) for equation in jaxprs.equations(program)}
     assert {line.rpartition(":")[0] for line in lines} == {__file__}

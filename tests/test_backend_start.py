@@ -13,12 +13,12 @@ STEPS = {
     "importing the module of devices, which sets nothing": """
 import os
 before = dict(os.environ)
-import tessera.runtime.devices
+import tessera.train.runtime.devices
 assert dict(os.environ) == before
 """,
     "composing settings": f"""
 from pathlib import Path
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
 compose(["model.mesh_shape=[[4,2],[fsdp,tp]]"], Path({str(CONFIGS)!r}))
 """,
     "looking at a tensor on more devices than there are": """
@@ -31,7 +31,7 @@ assert "per device" in str(inspect({"w": w}))
 assert "more devices" in inspect(w)._repr_html_()
 """,
     "planning the layout of a model": """
-from tessera.models import DecoderModel, config_of
+from tessera.train.models import DecoderModel, config_of
 mesh = Mesh(("fsdp", "tp"), devices=range(16), shape=(8, 2))
 model = DecoderModel(config_of("gemma3_4b"))
 model.layouts(mesh), model.layout_notes(mesh)
@@ -42,8 +42,8 @@ model.layouts(mesh), model.layout_notes(mesh)
 @pytest.fixture(scope="module")
 def said() -> list[str]:
     """What one process says after each step, up to the first that fails."""
-    program = "import jax\nfrom tessera import _jax\n" + "".join(
-        f"{step}\nprint({name!r}, _jax.backend_started())\n"
+    program = "import jax\nfrom tessera.jax_compat import jaxprs\n" + "".join(
+        f"{step}\nprint({name!r}, jaxprs.backend_started())\n"
         for name, step in STEPS.items()
     )
     command = [sys.executable, "-c", program]

@@ -12,8 +12,8 @@ import pytest
 
 import tessera
 from tessera.__main__ import main
-from tessera.runtime.exit_codes import STOP_SIGNALS
-from tessera.training.main import configs_dir
+from tessera.train.loop.main import configs_dir
+from tessera.train.runtime.exit_codes import STOP_SIGNALS
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera import dist
-from tessera.api.kernel import kernel
+from tessera.graph.kernel import kernel
 from tessera.ops.matmul import matmul
 
 

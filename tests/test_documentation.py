@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import tessera as ts
-from tessera import amp, arrays, dist, dtypes, graph, nn, op
+from tessera import amp, arrays, dist, graph, nn, op
 from tessera.errors import TesseraError
+from tessera.foundations import dtypes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -10,19 +10,19 @@ import warnings
 import numpy as np
 import pytest
 
-from tessera.config_files import configs_dir
 from tessera.errors import OperandError, TesseraError, TesseraWarning
-from tessera.models.safetensors import SafetensorsFile, write_file
-from tessera.training.command_line import read_command_line
-from tessera.training.console import Console
-from tessera.training.data import DataConfig
-from tessera.training.data.bad_records import BadRecords
-from tessera.training.data.corpus import load
-from tessera.training.data.encoding import Encoder
-from tessera.training.data.records import read_records
-from tessera.training.data.tokenization import load_tokenizer
-from tessera.training.data.units import Unit
-from tests.training.data.chat_folders import turns, write_folder
+from tessera.foundations.config_files import configs_dir
+from tessera.train.config.command_line import read_command_line
+from tessera.train.data import DataConfig
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.corpus import load
+from tessera.train.data.encoding import Encoder
+from tessera.train.data.records import read_records
+from tessera.train.data.tokenization import load_tokenizer
+from tessera.train.data.units import Unit
+from tessera.train.loop.console import Console
+from tessera.train.models.safetensors import SafetensorsFile, write_file
+from tests.train.data.chat_folders import turns, write_folder
 
 CLEAR = "\x1b[2J\x1b]0;title\x07"
 SHOWN = r"\x1b[2J\x1b]0;title\x07"

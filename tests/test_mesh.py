@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tessera import mesh as meshes
-from tessera.device_grid import even_sizes
 from tessera.errors import (
     AbstractMeshError,
     NoMeshError,
 )
+from tessera.foundations.device_grid import even_sizes
 from tessera.mesh import Mesh
 
 # --- forms

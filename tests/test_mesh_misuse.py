@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 
-from tessera.device_grid import MAX_DEVICES
 from tessera.errors import (
     DeviceIdError,
     DuplicateAxisError,
@@ -12,6 +11,7 @@ from tessera.errors import (
     TesseraError,
     UnknownAxisError,
 )
+from tessera.foundations.device_grid import MAX_DEVICES
 from tessera.mesh import Mesh
 
 

@@ -16,8 +16,8 @@ import jax
 import pytest
 import yaml
 
-from tessera.training import train
-from tessera.training.command_line import run_from_command_line
+from tessera.train.config.command_line import run_from_command_line
+from tessera.train.loop import train
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "run_training.py"

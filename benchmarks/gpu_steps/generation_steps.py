@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from gpu_steps.rows import QUICK, emit, errors_kept
 
-from tessera.models import DecoderModel, Sampler, config_of
+from tessera.train.models import DecoderModel, Sampler, config_of
 
 MODEL, PROMPT, COUNT = ("tiny", 8, 4) if QUICK else ("gemma3_270m", 128, 128)
 BATCHES = (1,) if QUICK else (1, 16)

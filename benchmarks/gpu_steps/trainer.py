@@ -35,11 +35,11 @@ def run_of(name: str, target: str | None = None) -> Any:
     """The trainer's run of a model, for this GPU or for a target."""
     import jax
 
-    from tessera.config_files import configs_dir
+    from tessera.foundations.config_files import configs_dir
     from tessera.mesh import Mesh
     from tessera.targets.target import Target
-    from tessera.training.build_run import Run
-    from tessera.training.command_line import compose
+    from tessera.train.config.command_line import compose
+    from tessera.train.loop.build_run import Run
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     model, length, rows, remat = MODELS[name]
@@ -76,9 +76,9 @@ def measure(name: str) -> None:
     import jax.numpy as jnp
 
     from tessera.analysis.device_peaks import mfu, peak_flops
-    from tessera.runtime.devices import prepare_devices
     from tessera.targets.machine import machine_of_kind
-    from tessera.training.train_state import init_state
+    from tessera.train.loop.train_state import init_state
+    from tessera.train.runtime.devices import prepare_devices
 
     prepare_devices(1)
     _, length, rows, _ = MODELS[name]
@@ -156,7 +156,7 @@ def batch_for(run: Any, rows: int, length: int) -> Any:
     import numpy as np
     from jax.sharding import NamedSharding
 
-    from tessera.training.step import batch_spec
+    from tessera.train.loop.step import batch_spec
 
     shape = (1, rows, length)
     words = run.model.config.vocab_size
@@ -174,7 +174,7 @@ def batch_for(run: Any, rows: int, length: int) -> Any:
 
 def program_text() -> None:
     """The text of the program whose memory was predicted worst, to read it later."""
-    from tessera.runtime.devices import prepare_devices
+    from tessera.train.runtime.devices import prepare_devices
 
     prepare_devices(1)
     name = next(iter(MODELS))
@@ -192,7 +192,7 @@ def program_text() -> None:
 
 def predict() -> None:
     """Time and memory by the compiler for GPUs that are not here, for the next day."""
-    from tessera.runtime.devices import prepare_devices
+    from tessera.train.runtime.devices import prepare_devices
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     prepare_devices(1, "cpu")

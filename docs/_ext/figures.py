@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 
 from tessera import dist
-from tessera.compiler.pass_runner import PASSES
-from tessera.compiler.pipelining import schedule
+from tessera.graph.pass_runner import PASSES
+from tessera.graph.pipelining import schedule
 
 README_FIGURE = Path(__file__).parents[1] / "images/mesh-and-array.svg"
 

@@ -7,7 +7,7 @@ tessera train model=own_blocks:BlockDecoder training.remat=full
 import jax
 from own_decoder import DIMS, Block, Decoder, Sizes, attends
 
-from tessera.models import register_model
+from tessera.train.models import register_model
 
 
 @register_model(config=Sizes, dims=DIMS, blocks="blocks")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tessera.models import register_model
+from tessera.train.models import register_model
 
 
 @dataclass(frozen=True)

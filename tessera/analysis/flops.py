@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from tessera import _jax
-from tessera.primitive_properties import (
+from tessera.foundations.primitive_properties import (
     CUDNN_ATTENTION,
     CUMULATIVE,
     DATA_MOVEMENT,
     REDUCTIONS,
     SORTS,
 )
+from tessera.jax_compat import jaxprs
 
 # Primitives that count one operation per element of their first operand.
 _READS = REDUCTIONS | CUMULATIVE | SORTS
@@ -71,7 +71,7 @@ class Flops:
         return text + (f"; {loops} loops of unknown length count once" if loops else "")
 
 
-def count(program: _jax.Program) -> Flops:
+def count(program: jaxprs.Program) -> Flops:
     """The floating-point operations of one execution of a program.
 
     Args:
@@ -87,10 +87,10 @@ def count(program: _jax.Program) -> Flops:
       >>> count(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5)))).matmul
       60
     """
-    return _count(_jax.without_dead_code(program))
+    return _count(jaxprs.without_dead_code(program))
 
 
-def matmul_dtype(program: _jax.Program) -> np.dtype:
+def matmul_dtype(program: jaxprs.Program) -> np.dtype:
     """The dtype in which a program does most of its matmul operations.
 
     Returns:
@@ -108,15 +108,15 @@ def matmul_dtype(program: _jax.Program) -> np.dtype:
 
 
 def _count_dtypes(
-    program: _jax.Program, times: int, counts: dict[np.dtype, int]
+    program: jaxprs.Program, times: int, counts: dict[np.dtype, int]
 ) -> None:
-    for equation in _jax.equations(program):
+    for equation in jaxprs.equations(program):
         name = equation.primitive.name
         if name in _CONTRACTIONS:
             dtype = equation.invars[0].aval.dtype
             flops = times * _CONTRACTIONS[name](equation)
             counts[dtype] = counts.get(dtype, 0) + flops
-        for _, inner in _jax.nested(equation):
+        for _, inner in jaxprs.nested(equation):
             _count_dtypes(inner, times * _repetitions(name, equation.params), counts)
 
 
@@ -133,12 +133,12 @@ def format_flops(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _count(program: _jax.Program) -> Flops:
-    equations = _jax.equations(program)
+def _count(program: jaxprs.Program) -> Flops:
+    equations = jaxprs.equations(program)
     return _sum(count_equation(each) for each in equations if is_live(each))
 
 
-def is_live(equation: _jax.Equation) -> bool:
+def is_live(equation: jaxprs.Equation) -> bool:
     """Whether an equation has results or effects.
 
     Rematerialization leaves calls of kernels in a program whose results nothing reads.
@@ -146,7 +146,7 @@ def is_live(equation: _jax.Equation) -> bool:
     return bool(equation.outvars or equation.effects)
 
 
-def count_equation(equation: _jax.Equation) -> Flops:
+def count_equation(equation: jaxprs.Equation) -> Flops:
     """The floating-point operations of one equation and the programs in it."""
     name, params = equation.primitive.name, equation.params
     if name in _CONTRACTIONS:
@@ -165,7 +165,7 @@ def count_equation(equation: _jax.Equation) -> Flops:
         return replace(once, unknown_loops=once.unknown_loops + 1)
     if name == "cond":
         return max(map(_count, params["branches"]), key=lambda flops: flops.total)
-    inner = [_count(program) for _, program in _jax.nested(equation)]
+    inner = [_count(program) for _, program in jaxprs.nested(equation)]
     if inner:
         return _sum(inner) * _repetitions(name, params)
     return Flops(other=sum(_size(result) for result in equation.outvars))
@@ -186,14 +186,14 @@ def _repetitions(name: str, params: dict[str, Any]) -> int:
     return 1
 
 
-def _dot_general(equation: _jax.Equation) -> int:
+def _dot_general(equation: jaxprs.Equation) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     depth = math.prod(shape[dim] for dim in contracted)
     return 2 * depth * _size(equation.outvars[0])
 
 
-def _ragged_dot_general(equation: _jax.Equation) -> int:
+def _ragged_dot_general(equation: jaxprs.Equation) -> int:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     shape = equation.invars[0].aval.shape
@@ -205,7 +205,7 @@ def _ragged_dot_general(equation: _jax.Equation) -> int:
     return 2 * depth * result
 
 
-def _convolution(equation: _jax.Equation) -> int:
+def _convolution(equation: jaxprs.Equation) -> int:
     params = equation.params
     numbers = params["dimension_numbers"]
     image = equation.invars[0].aval.shape
@@ -241,7 +241,7 @@ def _window_products(
     return int(inside.sum())
 
 
-def _cudnn_attention(equation: _jax.Equation) -> int:
+def _cudnn_attention(equation: jaxprs.Equation) -> int:
     """Two matmuls over the scores, and five for the gradient; half with causality.
 
     Packed rows count as rows of one segment, which is the most that they may be.
@@ -256,7 +256,7 @@ def _cudnn_attention(equation: _jax.Equation) -> int:
     return 2 * (5 if is_backward else 2) * batch * heads * width * seen
 
 
-_CONTRACTIONS: dict[str, Callable[[_jax.Equation], int]] = {
+_CONTRACTIONS: dict[str, Callable[[jaxprs.Equation], int]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _convolution,
@@ -268,5 +268,5 @@ def _sum(parts: Iterable[Flops]) -> Flops:
     return sum(parts, start=Flops())
 
 
-def _size(atom: _jax.Atom) -> int:
+def _size(atom: jaxprs.Atom) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))

@@ -17,14 +17,15 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax, scope
 from tessera.analysis.layout_figures import Picture, draw, listed_ids
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.mesh_inspection import MeshInspection, inspect_mesh
 from tessera.analysis.tables import aligned, html_lines, html_section, html_table
+from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, is_tensor, local_shape
 from tessera.shard_spec import axes_of_dims, stored_shape
+from tessera.tracing import scope
 
 __all__ = ["Inspection", "LeafLayout", "inspect"]
 
@@ -284,7 +285,7 @@ def _leaf(path: str, value: Any) -> LeafLayout:
         mesh, spec = scope.layout_of(value) or (None, _REPLICATED)
         kind = "traced array" if mesh else "traced array of unknown layout"
         return replace(leaf, kind=kind, mesh=mesh, spec=spec)
-    on_host = _jax.on_host(value)
+    on_host = jaxprs.on_host(value)
     kind = "array" if isinstance(value, jax.Array) else "abstract array"
     kind += " on the host" * on_host
     return _with_sharding(replace(leaf, kind=kind, on_host=on_host), value.sharding)

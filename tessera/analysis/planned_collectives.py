@@ -48,7 +48,7 @@ from tessera.analysis.hlo_walk import Node
 from tessera.analysis.replica_groups import num_devices
 from tessera.analysis.sharding_constraints import DeclaredLayout
 from tessera.analysis.windowed_matmuls import Window, WindowedMatmuls
-from tessera.primitive_properties import SLICES
+from tessera.foundations.primitive_properties import SLICES
 
 WRITTEN: Final = "written"
 SUM: Final = "sum"

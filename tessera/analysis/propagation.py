@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera import _jax_mlir
 from tessera.analysis.source_lines import Frame, short, user_line
 from tessera.analysis.tables import aligned
+from tessera.jax_compat import mlir
 from tessera.mesh import Mesh
 from tessera.shard_spec import spec_of_axes
 
@@ -81,7 +81,7 @@ def op_layouts(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[OpLayout, ...]:
       are listed once, where they are first reached; further calls are single rows.
       Constants and the scalar functions of reductions are left out.
     """
-    module = _jax_mlir.propagated_module(lowered)
+    module = mlir.propagated_module(lowered)
     functions = {
         _symbol(op.attributes["sym_name"]): op
         for op in module.body.operations
@@ -116,7 +116,7 @@ class _Walk:
         """The function's inputs, its operations, its outputs."""
         (block,) = main.regions[0].blocks
         for value, attributes in _annotated(block.arguments, main, "arg_attrs"):
-            name, _ = _jax_mlir.operation_place(value)
+            name, _ = mlir.operation_place(value)
             yield self._layout("input", value, attributes, name)
         yield from self._inside(main, _Context())
         results = list(block.operations)[-1].operands
@@ -134,7 +134,7 @@ class _Walk:
         name = op.operation.name.rpartition(".")[2]
         if name in _OMITTED:
             return
-        path, stack = _jax_mlir.operation_place(op)
+        path, stack = mlir.operation_place(op)
         path = context.prefix + path
         # A function that JAX lowers once for all its calls has no line of its own.
         source = user_line(Frame(*frame) for frame in stack) or context.source

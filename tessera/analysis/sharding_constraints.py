@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax
-from tessera.primitive_properties import BROADCASTS, CASTS, COPIES, RESHAPES
+from tessera.foundations.primitive_properties import BROADCASTS, CASTS, COPIES, RESHAPES
+from tessera.jax_compat import jaxprs
 from tessera.shard_spec import axes_of_dims
 
 # Operations that change the shape or dtype of an array and not its device: a layout on
@@ -63,7 +63,7 @@ class DeclaredLayout:
     dims: frozenset[int]
 
 
-def declared_layouts(program: _jax.Program) -> frozenset[DeclaredLayout]:
+def declared_layouts(program: jaxprs.Program) -> frozenset[DeclaredLayout]:
     """Every layout declared inside a program, nested programs included.
 
     Args:
@@ -90,14 +90,14 @@ def spec_axes(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(axis for entry in names for axis in entry)
 
 
-def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
+def _declarations(eqn: jaxprs.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
     if (parameter := _CONSTRAINTS.get(eqn.primitive.name)) is not None:
         sharding = eqn.params[parameter]
         # JAX inserts reshard by itself, too, where it moves nothing.
         is_jaxs = eqn.primitive.name == "reshard" and not sharding.mesh.explicit_axes
         if isinstance(sharding, NamedSharding) and not is_jaxs:
             yield eqn.invars[0], sharding.spec
-    elif _jax.is_shard_map(eqn):
+    elif jaxprs.is_shard_map(eqn):
         yield from zip(eqn.invars, eqn.params["in_specs"], strict=True)
         yield from zip(eqn.outvars, eqn.params["out_specs"], strict=True)
 
@@ -105,21 +105,21 @@ def _declarations(eqn: _jax.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
 def _movable(
     values: "_Values",
     scope: _Scope,
-    eqn: _jax.Equation,
+    eqn: jaxprs.Equation,
     value: Any,
     spec: PartitionSpec,
 ) -> Iterator[DeclaredLayout]:
     """The arrays that one declaration may move."""
-    own, shape = _jax.source_line(eqn), tuple(value.aval.shape)
+    own, shape = jaxprs.source_line(eqn), tuple(value.aval.shape)
     lines = {own} | values.lines_after([(scope, out) for out in eqn.outvars])
     identity = {dim: dim for dim in range(len(shape))}
     arrays: list[tuple[tuple[int, ...], _Dims, set[str]]] = [(shape, identity, set())]
     for inside, writer, dims in values.before((scope, value), identity):
-        lines.add(_jax.source_line(writer))
+        lines.add(jaxprs.source_line(writer))
         for index, operand in enumerate(writer.invars):
             if own_dims := _composed(_dims_in_result(writer, index), dims):
                 before = values.before((inside, operand), {})
-                own_lines = {_jax.source_line(each) for _, each, _ in before}
+                own_lines = {jaxprs.source_line(each) for _, each, _ in before}
                 arrays.append((tuple(operand.aval.shape), own_dims, own_lines))
     split = axes_of_dims(spec, len(shape))
     for moved, dims, more_lines in arrays:
@@ -135,10 +135,10 @@ class _Values:
       equations: Every equation, with its scope.
     """
 
-    def __init__(self, program: _jax.Program) -> None:
-        self.equations: list[tuple[_Scope, _jax.Equation]] = []
-        self._writers: dict[_Value, _jax.Equation] = {}
-        self._readers = defaultdict[_Value, list[_jax.Equation]](list)
+    def __init__(self, program: jaxprs.Program) -> None:
+        self.equations: list[tuple[_Scope, jaxprs.Equation]] = []
+        self._writers: dict[_Value, jaxprs.Equation] = {}
+        self._readers = defaultdict[_Value, list[jaxprs.Equation]](list)
         # The same value elsewhere: in an enclosing program, in a nested one, or in
         # another iteration of a loop; where it comes from, and where it goes.
         self._earlier = defaultdict[_Value, list[_Value]](list)
@@ -147,7 +147,7 @@ class _Values:
 
     def before(
         self, value: _Value, dims: _Dims
-    ) -> Iterator[tuple[_Scope, _jax.Equation, _Dims]]:
+    ) -> Iterator[tuple[_Scope, jaxprs.Equation, _Dims]]:
         """The operation that computes a value, and those that change its form.
 
         Each comes with the dims of its result that are dims of the value. Calls of a
@@ -156,7 +156,7 @@ class _Values:
         waiting, seen = [(value, dims)], set[_Value]()
         while waiting:
             value, dims = waiting.pop()
-            if isinstance(value[1], _jax.Literal) or value in seen:
+            if isinstance(value[1], jaxprs.Literal) or value in seen:
                 continue
             seen.add(value)
             scope, eqn, same = value[0], self._writers.get(value), self._earlier[value]
@@ -177,56 +177,60 @@ class _Values:
             seen.add(value)
             waiting += self._later[value]
             for eqn in self._readers[value]:
-                lines.add(_jax.source_line(eqn))
+                lines.add(jaxprs.source_line(eqn))
                 if eqn.primitive.name in _FORMS:
                     waiting += [(value[0], out) for out in eqn.outvars]
         return lines
 
-    def _add(self, program: _jax.Program, scope: _Scope) -> None:
-        for number, eqn in enumerate(_jax.equations(program)):
+    def _add(self, program: jaxprs.Program, scope: _Scope) -> None:
+        for number, eqn in enumerate(jaxprs.equations(program)):
             self.equations.append((scope, eqn))
             self._writers.update({(scope, out): eqn for out in eqn.outvars})
             for value in eqn.invars:
-                if not isinstance(value, _jax.Literal):
+                if not isinstance(value, jaxprs.Literal):
                     self._readers[scope, value].append(eqn)
-            for index, inner in enumerate(_jax.inner_programs(eqn)):
+            for index, inner in enumerate(jaxprs.inner_programs(eqn)):
                 inside = (*scope, (number, index))
                 self._add(inner, inside)
                 self._connect(eqn, scope, inner, inside)
 
     def _connect(
-        self, eqn: _jax.Equation, outer: _Scope, program: _jax.Program, inner: _Scope
+        self,
+        eqn: jaxprs.Equation,
+        outer: _Scope,
+        program: jaxprs.Program,
+        inner: _Scope,
     ) -> None:
         """Note which values of a nested program are which of the equation that runs it.
 
         An SPMD region has blocks inside, not what it takes and returns: a search may
         leave a region, and does not enter it.
         """
-        inputs, outputs = _jax.inputs(program), _jax.outputs(program)
+        inputs, outputs = jaxprs.inputs(program), jaxprs.outputs(program)
         returns = len(outputs) == len(eqn.outvars)
-        enters = returns and not _jax.is_shard_map(eqn)
+        enters = returns and not jaxprs.is_shard_map(eqn)
         # Of a loop or a branch, the last operands are the inputs.
         pairs = zip(reversed(eqn.invars), reversed(inputs), strict=False)
         for operand, value in pairs:
             self._earlier[inner, value].append((outer, operand))
-            if enters and not isinstance(operand, _jax.Literal):
+            if enters and not isinstance(operand, jaxprs.Literal):
                 self._later[outer, operand].append((inner, value))
         for result, value in zip(eqn.outvars, outputs, strict=False) if returns else ():
             if enters:
                 self._earlier[outer, result].append((inner, value))
-            if not isinstance(value, _jax.Literal):
+            if not isinstance(value, jaxprs.Literal):
                 self._later[inner, value].append((outer, result))
         for before, after in _carried(eqn, program):
             self._earlier[inner, before].append((inner, after))
-            if not isinstance(after, _jax.Literal):
+            if not isinstance(after, jaxprs.Literal):
                 self._later[inner, after].append((inner, before))
 
 
-def _carried(eqn: _jax.Equation, body: _jax.Program) -> Iterator[tuple[Any, Any]]:
+def _carried(eqn: jaxprs.Equation, body: jaxprs.Program) -> Iterator[tuple[Any, Any]]:
     """The inputs of a loop's body that its previous iteration outputs, and those."""
-    inputs, outputs = _jax.inputs(body), _jax.outputs(body)
+    inputs, outputs = jaxprs.inputs(body), jaxprs.outputs(body)
     if eqn.primitive.name == "scan":
-        consts, count = _jax.scan_sizes(eqn)
+        consts, count = jaxprs.scan_sizes(eqn)
         yield from zip(inputs[consts:][:count], outputs, strict=False)
     elif eqn.primitive.name == "while" and body is eqn.params["body_jaxpr"]:
         first = len(inputs) - len(outputs)
@@ -240,7 +244,7 @@ def _composed(first: _Dims, second: _Dims) -> _Dims:
     return {dim: second[to] for dim, to in first.items() if to in second}
 
 
-def _dims_in_result(eqn: _jax.Equation, index: int) -> _Dims:
+def _dims_in_result(eqn: jaxprs.Equation, index: int) -> _Dims:
     """The dims of an operand that are dims of the result, such as a matmul's rows.
 
     Dims that the operation sums over, or splits, are not among them.
@@ -272,7 +276,7 @@ def _without(rank: int, removed: Collection[int]) -> _Dims:
     return {dim: i for i, dim in enumerate(d for d in range(rank) if d not in removed)}
 
 
-def _dims_in_product(eqn: _jax.Equation, index: int) -> _Dims:
+def _dims_in_product(eqn: jaxprs.Equation, index: int) -> _Dims:
     """The result of a matmul has its batch dims first, then those of either operand."""
     contracted, batch = eqn.params["dimension_numbers"]
     free = [

@@ -24,8 +24,8 @@ from tessera.annotations.hints import (
 from tessera.annotations.signatures import own_signature, signature_of
 from tessera.annotations.sizes import Constraint, solve
 from tessera.annotations.tensor import Annotation, is_array
-from tessera.dtypes import short_name
 from tessera.errors import AnnotationError
+from tessera.foundations.dtypes import short_name
 
 # None is a value that a call may pass.
 _NOTHING: Final = object()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tessera.dtypes import DTYPES
 from tessera.errors import AnnotationError
+from tessera.foundations.dtypes import DTYPES
 
 _OPERATIONS: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
     ast.Add: operator.add,

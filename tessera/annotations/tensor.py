@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tessera.annotations.dims import Dim, dim_of, malformed, texts_of
-from tessera.dtypes import DTYPES, short_name
 from tessera.errors import AnnotationError
+from tessera.foundations.dtypes import DTYPES, short_name
 
 _ANY_SHAPE: Final = (Dim("..."),)
 
@@ -140,7 +140,7 @@ else:
           AnnotationError: [T315] the brackets contain something else.
 
         Example:
-          >>> from tessera import dtypes
+          >>> from tessera.foundations import dtypes
           >>> Tensor["B", "3*D_head*H", dtypes.bf16]
           ts.Tensor["B", "3*D_head*H", bf16]
           >>> isinstance(np.ones((2, 4)), Tensor["B", 4])

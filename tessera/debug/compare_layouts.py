@@ -64,7 +64,7 @@ def compare_layouts(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from tessera.api.jit import function
+      >>> from tessera.graph.jit import function
       >>> @function
       ... def step(x):
       ...     return jnp.sum(jnp.sin(x))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from tessera import _jax
 from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
 from tessera.analysis.tables import (
@@ -22,11 +21,12 @@ from tessera.analysis.tables import (
     html_lines,
     html_section,
 )
-from tessera.api.function import Function
-from tessera.api.training_step import Step
-from tessera.compiler.compile_stages import Compiled, Lowered, Traced
-from tessera.compiler.trace.declared_layouts import Options
 from tessera.errors import UnknownPassError, did_you_mean
+from tessera.graph.compile_stages import Compiled, Lowered, Traced
+from tessera.graph.function import Function
+from tessera.graph.step import Step
+from tessera.graph.tracer.declared_layouts import Options
+from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -249,15 +249,15 @@ def _timed(seconds: dict[str, float], phase: str, run: Callable[[], _T]) -> _T:
     return result
 
 
-def _equations(program: _jax.Program) -> str:
+def _equations(program: jaxprs.Program) -> str:
     return f"{_count(program)} equations"
 
 
-def _count(program: _jax.Program) -> int:
+def _count(program: jaxprs.Program) -> int:
     """Number of equations, nested programs included."""
     return sum(
-        1 + sum(map(_count, _jax.inner_programs(equation)))
-        for equation in _jax.equations(program)
+        1 + sum(map(_count, jaxprs.inner_programs(equation)))
+        for equation in jaxprs.equations(program)
     )
 
 

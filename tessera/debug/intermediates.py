@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera import _jax
-from tessera.compiler.rewriting import interpret, use_counts
-from tessera.primitive_properties import (
+from tessera.foundations.primitive_properties import (
     BROADCASTS,
     CALLS,
     CONTRACTIONS,
@@ -25,6 +23,8 @@ from tessera.primitive_properties import (
     PLACEMENTS,
     RESHAPES,
 )
+from tessera.graph.rewriting import interpret, use_counts
+from tessera.jax_compat import jaxprs
 
 # What such operations do shows in the next one that computes with their results.
 _MOVES: Final = COPIES | PLACEMENTS | RESHAPES | BROADCASTS | {"iota"}
@@ -98,8 +98,11 @@ class Site:
 
 
 def intermediates(
-    program: _jax.Program, inputs: Sequence[str], outputs: Sequence[str], platform: str
-) -> tuple[tuple[Site, ...], _jax.Program]:
+    program: jaxprs.Program,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    platform: str,
+) -> tuple[tuple[Site, ...], jaxprs.Program]:
     """Every value of a program that is worth comparing, in the order of computation.
 
     Args:
@@ -119,7 +122,7 @@ def intermediates(
         collector.collect_ends("output", outputs, results)
         return [value for _, value in collector.values]
 
-    retraced = _jax.retrace(run, program)
+    retraced = jaxprs.retrace(run, program)
     return tuple(site for site, _ in collector.values), retraced
 
 
@@ -147,34 +150,37 @@ class _Collector:
             self._collect(Site(next(self._numbers), operation=kind, path=name), value)
 
     def run(
-        self, program: _jax.Program, arguments: Sequence[Any], around: Site
+        self, program: jaxprs.Program, arguments: Sequence[Any], around: Site
     ) -> list[Any]:
         """The outputs of a program, whose values are collected."""
         read = use_counts(program)
 
-        def apply(equation: _jax.Equation, operands: Sequence[Any]) -> list[Any]:
+        def apply(equation: jaxprs.Equation, operands: Sequence[Any]) -> list[Any]:
             if not equation.outvars:
                 return []  # it prints, and would print once for each comparison
-            scopes, inner = _jax.name_scopes(equation), _jax.inner_programs(equation)
+            scopes, inner = (
+                jaxprs.name_scopes(equation),
+                jaxprs.inner_programs(equation),
+            )
             here = replace(
                 around,
                 number=next(self._numbers),
                 operation=equation.primitive.name,
                 path="/".join(filter(None, (around.path, scopes))),
-                source=_jax.source_line(equation) or around.source,
+                source=jaxprs.source_line(equation) or around.source,
             )
             if here.operation in CALLS and len(inner) == 1:
-                with _jax.source_context(equation):
+                with jaxprs.source_context(equation):
                     return self.run(inner[0], operands, here)
             if here.operation == "scan":
                 return self._scan(equation, operands, here)
-            results = _jax.bind(equation, operands)
+            results = jaxprs.bind(equation, operands)
             if here.operation in _MOVES | CALLS:
                 return results
             self._epsilon = max(self._epsilon, self._epsilon_of(equation))
             for result, atom in enumerate(equation.outvars):
                 inside = ""
-                if _jax.is_shard_map(equation):
+                if jaxprs.is_shard_map(equation):
                     inside = _computed_by(equation, result)
                 if atom in read:
                     site = replace(here, result=result, inside=inside)
@@ -192,11 +198,11 @@ class _Collector:
             self.values.append((replace(site, **kind), value))
 
     def _scan(
-        self, equation: _jax.Equation, operands: Sequence[Any], here: Site
+        self, equation: jaxprs.Equation, operands: Sequence[Any], here: Site
     ) -> list[Any]:
         """A loop whose body also returns the values collected in it, stacked."""
         params, outer = equation.params, self.values
-        num_constants, num_carries = _jax.scan_sizes(equation)
+        num_constants, num_carries = jaxprs.scan_sizes(equation)
         constants = operands[:num_constants]
         start = list(operands[num_constants:][:num_carries])
         stacked = list(operands[num_constants + num_carries :])
@@ -213,7 +219,7 @@ class _Collector:
             values = [value for _, value in self.values]
             return carried, (results[num_carries:], values)
 
-        with _jax.source_context(equation):
+        with jaxprs.source_context(equation):
             end, (rows, values) = jax.lax.scan(
                 body,
                 start,
@@ -225,11 +231,11 @@ class _Collector:
         self.values = [*outer, *zip(inside, values, strict=True)]
         return [*end, *rows]
 
-    def _epsilon_of(self, equation: _jax.Equation) -> float:
+    def _epsilon_of(self, equation: jaxprs.Equation) -> float:
         """Machine epsilon of the coarsest dtype that an equation computes in."""
         epsilons = [_epsilon(atom.aval) for atom in equation.outvars]
-        for inner in _jax.inner_programs(equation):
-            epsilons += map(self._epsilon_of, _jax.equations(inner))
+        for inner in jaxprs.inner_programs(equation):
+            epsilons += map(self._epsilon_of, jaxprs.equations(inner))
         if equation.primitive.name == "reduce_precision":
             epsilons.append(2.0 ** -equation.params["mantissa_bits"])
         if equation.primitive.name in CONTRACTIONS:
@@ -249,14 +255,14 @@ def _with_dtype_of(value: Any, before: Any) -> Any:
     return value.astype(before.dtype) if value.dtype != before.dtype else value
 
 
-def _computed_by(region: _jax.Equation, result: int) -> str:
+def _computed_by(region: jaxprs.Equation, result: int) -> str:
     """The operation that computes a result of an SPMD region, with its line."""
     body = region.params["jaxpr"]
-    atom = _jax.outputs(body)[result]
-    for inner in reversed(_jax.equations(body)):
+    atom = jaxprs.outputs(body)[result]
+    for inner in reversed(jaxprs.equations(body)):
         if atom not in inner.outvars:
             continue
         if inner.primitive.name not in _MOVES:
-            return f"{inner.primitive.name} at {_jax.source_line(inner) or '?'}"
+            return f"{inner.primitive.name} at {jaxprs.source_line(inner) or '?'}"
         atom = inner.invars[0]
     return ""

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tessera import _jax
 from tessera.annotations import argument_names, signature_of
-from tessera.api.function import Function
-from tessera.api.training_step import Step
-from tessera.compiler.compile_stages import Compiled, Traced
-from tessera.compiler.ir import Value
-from tessera.compiler.lower.jit import compile_lowered, lower
-from tessera.compiler.trace.arguments import flatten_args
 from tessera.debug.intermediates import Site, intermediates
 from tessera.errors import ParameterTreeError
+from tessera.graph.compile_stages import Compiled, Traced
+from tessera.graph.function import Function
+from tessera.graph.ir import Value
+from tessera.graph.lower.jit import compile_lowered, lower
+from tessera.graph.step import Step
+from tessera.graph.tracer.arguments import flatten_args
+from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
-from tessera.object_arguments import objects_split
 from tessera.shard import DistTensor, is_tensor
 from tessera.shard_spec import check_even, spec_over
+from tessera.tracing.object_arguments import objects_split
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -48,7 +48,7 @@ class MeshRun:
     traced: Traced
     arrays: tuple[Any, ...]
     sites: tuple[Site, ...]
-    program: _jax.Program
+    program: jaxprs.Program
 
     @classmethod
     def on(cls, mesh: Mesh, step: Callable[..., Any], args: Sequence[Any]) -> "MeshRun":
@@ -65,7 +65,7 @@ class MeshRun:
             graph = traced.graph
             inputs = [value.name for value in graph.inputs]
             outputs = [value.name for value in graph.outputs]
-            program = _jax.without_dead_code(graph.program, keep_inputs=True)
+            program = jaxprs.without_dead_code(graph.program, keep_inputs=True)
             found = intermediates(program, inputs, outputs, graph.platform)
             return cls(mesh, traced, arrays, *found)
 
@@ -73,7 +73,9 @@ class MeshRun:
         """Run the step for the values at some of its sites, in ascending order."""
         chosen = set(numbers)
         wanted = [number in chosen for number in range(len(self.sites))]
-        program = _jax.without_dead_code(self.program, outputs=wanted, keep_inputs=True)
+        program = jaxprs.without_dead_code(
+            self.program, outputs=wanted, keep_inputs=True
+        )
         outputs = tuple(
             Value(site.path, jax.ShapeDtypeStruct(site.full_shape, site.dtype))
             for site in itertools.compress(self.sites, wanted)

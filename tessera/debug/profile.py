@@ -4,8 +4,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tessera.api.function import Function, last_run
 from tessera.errors import OutsideTraceError
+from tessera.graph.function import Function, last_run
 
 if TYPE_CHECKING:
     from tessera.debug.profile_report import Profile
@@ -39,7 +39,7 @@ def profile(step: Function | None = None, *args: Any, **kwargs: Any) -> "Profile
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from tessera.api.jit import function
+      >>> from tessera.graph.jit import function
       >>> report = profile(function(lambda x: x @ x), jnp.ones((64, 64)))
       >>> report.flops.matmul, report.measured.executions
       (524288, 3)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, TypeAlias
 
-from tessera import _jax
 from tessera.analysis import hlo
 from tessera.analysis.hlo_walk import cause, executions
 from tessera.analysis.ledger import KINDS, Ledger
@@ -19,7 +18,8 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.propagation import OpLayout
 from tessera.analysis.source_lines import short, user_line
 from tessera.analysis.tables import aligned, html_table
-from tessera.primitive_properties import CALLS
+from tessera.foundations.primitive_properties import CALLS
+from tessera.jax_compat import jaxprs
 
 COLUMNS: Final = ("trace", "passes", "lower", "compile")
 
@@ -83,7 +83,7 @@ def side_by_side(stages: Iterable[Stage], line: str = "") -> SideBySide:
     )
 
 
-def of_program(program: _jax.Program) -> Stage:
+def of_program(program: jaxprs.Program) -> Stage:
     """The equations of a program by source line, nested programs included."""
     return _grouped(_equations(program, ""))
 
@@ -113,12 +113,12 @@ def _instructions(module: hlo.Module, ledger: Ledger) -> Iterator[tuple[str, str
             yield source, instruction.opcode
 
 
-def _equations(program: _jax.Program, around: str) -> Iterator[tuple[str, str]]:
-    for equation in _jax.equations(program):
-        source = _jax.source_line(equation) or around
+def _equations(program: jaxprs.Program, around: str) -> Iterator[tuple[str, str]]:
+    for equation in jaxprs.equations(program):
+        source = jaxprs.source_line(equation) or around
         if equation.primitive.name not in CALLS:
             yield source, equation.primitive.name
-        for inner in _jax.inner_programs(equation):
+        for inner in jaxprs.inner_programs(equation):
             yield from _equations(inner, source)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import ClassVar
 
-from tessera.untrusted_text import printable
+from tessera.errors.untrusted_text import printable
 
 
 class TesseraError(Exception):

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from tessera import casts, scope
-from tessera._jax_workarounds import CorrectJit
+from tessera.jax_compat.workarounds import CorrectJit
 from tessera.ops.attention.blockwise import varying_alike
 from tessera.ops.loss_chunks import Call, Head, Operands, Split, Terms, chunked
 from tessera.ops.losses import Reduction, as_labels, reduced
 from tessera.ops.operand_layouts import is_traced, map_free_axes, region_mesh
 from tessera.shard_spec import axes_of_dims, spec_of_axes
+from tessera.tracing import casts, scope
 
 
 def fused_loss(

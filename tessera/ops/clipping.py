@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.tree import Tree
+from tessera.foundations.tree import Tree
 
 # Nested containers of arrays, as parameters and gradients are.
 

@@ -14,7 +14,6 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from tessera import scope
 from tessera.errors import (
     CollectiveError,
     DimError,
@@ -32,6 +31,7 @@ from tessera.ops.operand_layouts import (
 )
 from tessera.shard import is_tensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes
+from tessera.tracing import scope
 
 Axis: TypeAlias = str | Sequence[str]
 OutDim: TypeAlias = int | Literal["same"] | None

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera import _jax
+from tessera.jax_compat import jaxprs
 from tessera.ops import device_collectives
 
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
@@ -60,7 +60,7 @@ def means(
     by_axes: dict[frozenset[str], list[int]] = defaultdict(list)
     for index, block in enumerate(blocks):
         if block.size:
-            by_axes[_jax.varying_axes(block)].append(index)
+            by_axes[jaxprs.varying_axes(block)].append(index)
         else:
             averaged_at[index] = device_collectives.reduce(block, axes, "mean")
     for indices in by_axes.values():
@@ -103,11 +103,11 @@ def top_k_mean(
     # One device's values after the other's, each index once: concurrent additions to
     # one index would have another order on each accelerator.
     sent = tuple(
-        _jax.all_gather_invariant(part[None], axes, 0) for part in (indices, values)
+        jaxprs.all_gather_invariant(part[None], axes, 0) for part in (indices, values)
     )
     # The values may still vary over other axes.
     zeros = jnp.zeros(total.shape, total.dtype)
-    zeros = _jax.varying_over(zeros, _jax.varying_axes(sent[1]))
+    zeros = jaxprs.varying_over(zeros, jaxprs.varying_axes(sent[1]))
     sums = lax.scan(add, zeros, sent)[0]
     averaged = (sums / count).astype(block.dtype).reshape(block.shape)
     return averaged, rest.reshape(block.shape)
@@ -131,7 +131,7 @@ def _in_two_exchanges(
         return lax.all_to_all(rows, axes, 0, 0, tiled=True)
 
     def share(rows: Array) -> Array:
-        return _jax.all_gather_invariant(rows, axes, 0)
+        return jaxprs.all_gather_invariant(rows, axes, 0)
 
     # Encoded before they are concatenated, so that narrow arrays are copied.
     sent = jax.tree.map(joined, *(encode(_rows(block, width)) for block in blocks))

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tessera.foundations.tree import Tree
 from tessera.ops import device_collectives
-from tessera.tree import Tree
 
 
 def optimization_barrier(function: Callable[..., Tree], *arguments: Tree) -> Tree:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tessera import _jax
 from tessera.errors import ShardDivisibilityError
+from tessera.jax_compat import jaxprs
 from tessera.mesh import manual_axes
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
@@ -22,7 +22,7 @@ Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 def reduce(block: Array, axes: tuple[str, ...], op: Reduction) -> Array:
     """Reduce the blocks of all devices; a sum over several axes is hierarchical."""
-    block = _jax.varying_over(block, axes)
+    block = jaxprs.varying_over(block, axes)
     match op:
         case "sum":
             return _hierarchical_sum(block, axes)
@@ -43,7 +43,7 @@ def _hierarchical_sum(block: Array, axes: tuple[str, ...]) -> Array:
     padding = -flat.size % lax.axis_size(inner)
     part = lax.psum_scatter(jnp.pad(flat, (0, padding)), inner, tiled=True)
     part = _hierarchical_sum(part, tuple(outer))
-    whole = _jax.all_gather_invariant(part, (inner,), 0)
+    whole = jaxprs.all_gather_invariant(part, (inner,), 0)
     return whole[: flat.size].reshape(block.shape)
 
 
@@ -62,16 +62,16 @@ def _part_of_sum(block: Array, axes: tuple[str, ...], dim: int) -> Array:
     if not block.size:
         return _empty(block, dim, block.shape[dim] // lax.axis_size(axes), over=axes)
     # JAX sums values that vary over all of the axes or over none, not over some.
-    block = _jax.varying_over(block, axes)
+    block = jaxprs.varying_over(block, axes)
     return lax.psum_scatter(block, axes, scatter_dimension=dim, tiled=True)
 
 
 def all_gather(block: Array, axes: tuple[str, ...], dim: int) -> Array:
     """The blocks of all devices concatenated along ``dim``."""
     if not block.size:
-        alike = _jax.varying_axes(block) - set(axes)
+        alike = jaxprs.varying_axes(block) - set(axes)
         return _empty(block, dim, block.shape[dim] * lax.axis_size(axes), over=alike)
-    return _jax.all_gather_invariant(block, axes, dim)
+    return jaxprs.all_gather_invariant(block, axes, dim)
 
 
 def all_to_all(block: Array, axes: tuple[str, ...], split: int, concat: int) -> Array:
@@ -96,7 +96,7 @@ def _only_of(block: Array, axes: tuple[str, ...], root: int) -> Array:
     if block.dtype == jnp.bool_:
         block = block.astype(jnp.int8)
     # The rank along axes of one device is a constant, which varies over none of them.
-    block = _jax.varying_over(block, axes)
+    block = jaxprs.varying_over(block, axes)
     return jnp.where(lax.axis_index(axes) == root, block, jnp.zeros_like(block))
 
 
@@ -139,7 +139,7 @@ def permuted(
 def _empty(block: Array, dim: int, size: int, over: Iterable[str]) -> Array:
     """An empty block of another size: XLA has no collectives of empty arrays."""
     shape = (*block.shape[:dim], size, *block.shape[dim + 1 :])
-    return _jax.varying_over(jnp.zeros(shape, block.dtype), over)
+    return jaxprs.varying_over(jnp.zeros(shape, block.dtype), over)
 
 
 def _check_divides(block: Array, axes: tuple[str, ...], dim: int) -> None:

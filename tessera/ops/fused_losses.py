@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from tessera.labels import IGNORE_INDEX
+from tessera.foundations.labels import IGNORE_INDEX
 from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.loss_chunks import Head, Split, Terms
 from tessera.ops.losses import Reduction, check_settings

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from tessera import _jax, scope
 from tessera.errors import BatchSizeError, OperandError
+from tessera.foundations.tree import Tree
+from tessera.jax_compat import jaxprs
 from tessera.ops.operand_checks import nearest_divisors
-from tessera.per_device_checks import check_microbatches
-from tessera.tree import Tree
+from tessera.tracing import scope
+from tessera.tracing.per_device_checks import check_microbatches
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
@@ -81,15 +82,15 @@ def accumulate_gradients(
     # Traced only once: a second trace would declare the parameters of operations that
     # own some again.
     program = jax.make_jaxpr(flat)(
-        *(_jax.struct(jax.typeof(leaf[0])) for leaf in leaves)
+        *(jaxprs.struct(jax.typeof(leaf[0])) for leaf in leaves)
     )
     if count > 1:
         check_microbatches(program, [True] * len(leaves))
-    types = [variable.aval for variable in _jax.outputs(program)]
-    zeros = [_jax.zeros(kind).astype(_sum_dtype(kind.dtype)) for kind in types]
+    types = [variable.aval for variable in jaxprs.outputs(program)]
+    zeros = [jaxprs.zeros(kind).astype(_sum_dtype(kind.dtype)) for kind in types]
 
     def add(sums: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
-        values = _jax.evaluate(program, *rows)
+        values = jaxprs.evaluate(program, *rows)
         return [a + b.astype(a.dtype) for a, b in zip(sums, values, strict=True)], None
 
     sums, _ = jax.lax.scan(add, zeros, leaves, length=count)

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax
 from tessera.errors import CollectiveError, NoMeshError, did_you_mean
+from tessera.foundations.tree import Tree
+from tessera.jax_compat import jaxprs
 from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops import compressed_means as compressed
 from tessera.ops.collective_operands import Axis, Operand, each
 from tessera.ops.compressed_means import COMPRESSIONS
-from tessera.tree import Tree
 
 if TYPE_CHECKING:
     import optax
@@ -147,7 +147,7 @@ def per_device(x: Any, axis: Axis) -> Any:
 
     def one(operand: Operand) -> Array:
         _check_region(operand)
-        return _jax.varying_over(operand.value, operand.axes)
+        return jaxprs.varying_over(operand.value, operand.axes)
 
     return each(one, x, axis)
 
@@ -256,9 +256,9 @@ def _check_unreduced(operand: Operand) -> None:
             fix="differentiate only by the floating-point leaves of the parameters",
         )
     # With check_vma=False JAX does not track which values vary.
-    tracked = axes <= _jax.varying_axes(lax.axis_index(operand.axes))
-    if tracked and not axes <= _jax.varying_axes(value):
-        alike = sorted(axes - _jax.varying_axes(value))
+    tracked = axes <= jaxprs.varying_axes(lax.axis_index(operand.axes))
+    if tracked and not axes <= jaxprs.varying_axes(value):
+        alike = sorted(axes - jaxprs.varying_axes(value))
         raise CollectiveError(
             f"these gradients are summed over {', '.join(map(repr, alike))} already",
             got=f"{value.dtype.name}{list(value.shape)}, the same on every device",

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from tessera import scope
-from tessera.labels import IGNORE_INDEX
+from tessera.foundations.labels import IGNORE_INDEX
 from tessera.mesh import Mesh
 from tessera.ops.attention.blockwise import varying_as
 from tessera.shard_spec import axes_of_dims
+from tessera.tracing import scope
 
 _CHUNK_BYTES: Final = 16 << 20
 _LARGEST_CHUNK_BYTES: Final = 1 << 29

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError
-from tessera.labels import IGNORE_INDEX
+from tessera.foundations.labels import IGNORE_INDEX
 from tessera.ops.operand_layouts import as_array
 
 Reduction = Literal["mean", "sum", "none"]

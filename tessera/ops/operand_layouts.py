@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
-from tessera import _jax, scope
-from tessera._jax_workarounds import CorrectJit
 from tessera.errors import LayoutMismatchError, OperandError
+from tessera.jax_compat import jaxprs
+from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes
 from tessera.shard import DistTensor
 from tessera.shard_spec import check_even
+from tessera.tracing import scope
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
 
@@ -34,14 +35,14 @@ def layout_of(value: Any) -> Layout | None:
     if isinstance(value, DistTensor):
         return None if value.mesh is None else (value.mesh, value.spec)
     is_array = isinstance(value, (jax.Array, jax.Ref))
-    if is_array and not isinstance(value, _jax.Tracer):
+    if is_array and not isinstance(value, jaxprs.Tracer):
         sharding = value.sharding
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
             return Mesh.of(sharding.mesh), sharding.spec
         return None
     if (recorded := scope.layout_of(value)) is not None:
         return recorded
-    inner = _jax.underlying(value)
+    inner = jaxprs.underlying(value)
     return None if inner is value else layout_of(inner)
 
 
@@ -69,7 +70,7 @@ def is_unplaced(value: Any) -> bool:
 
 def is_traced(*values: Any) -> bool:
     """Whether any of the values is traced."""
-    return any(isinstance(_jax.underlying(x), jax.core.Tracer) for x in values)
+    return any(isinstance(jaxprs.underlying(x), jax.core.Tracer) for x in values)
 
 
 def region_mesh(mesh: Mesh, *, explicit: bool = False) -> JaxMesh | AbstractMesh:

@@ -13,11 +13,11 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tessera import scope
 from tessera.errors import SettingValueError, did_you_mean
-from tessera.object_arguments import Structure, is_object, split_result
-from tessera.primitive_properties import CUDNN_ATTENTION, MATMULS
-from tessera.tree import partition
+from tessera.foundations.primitive_properties import CUDNN_ATTENTION, MATMULS
+from tessera.foundations.tree import partition
+from tessera.tracing import scope
+from tessera.tracing.object_arguments import Structure, is_object, split_result
 
 NONE: Final = "none"
 NAMED: Final = "named"

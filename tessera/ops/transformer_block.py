@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera import scope
 from tessera.errors import OperandError
 from tessera.ops.norms import rms_norm
 from tessera.ops.operand_checks import (
@@ -18,6 +17,7 @@ from tessera.ops.operand_checks import (
 )
 from tessera.ops.operand_layouts import as_array
 from tessera.shard import ShardSpec
+from tessera.tracing import scope
 
 _HEAD_SIZE = 64
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.casts import cast_parameter
-from tessera.tree import Tree
+from tessera.foundations.tree import Tree
+from tessera.tracing.casts import cast_parameter
 
 _Function: TypeAlias = Callable[..., Array]
 

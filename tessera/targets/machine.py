@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
 
-from tessera.config_files import configs_dir
 from tessera.errors import TargetError, did_you_mean
+from tessera.foundations.config_files import configs_dir
 
 PLATFORMS: Final[Mapping[str, str]] = MappingProxyType(
     {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}

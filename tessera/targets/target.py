@@ -13,8 +13,8 @@ from typing import Final
 
 import jax
 
-from tessera import _jax_targets
 from tessera.errors import TargetCompilerError, TargetError
+from tessera.jax_compat import target_devices
 from tessera.targets.machine import PLATFORMS as PLATFORMS
 from tessera.targets.machine import Machine, machine
 
@@ -168,13 +168,13 @@ class Target:
     def _topology(self) -> Sequence[jax.Device]:
         found = self.machine
         if self.compiler == "cpu":
-            return _jax_targets.cpu_devices(self.num_devices)
+            return target_devices.cpu_devices(self.num_devices)
         if self.compiler == "tpu":
             size = "x".join(map(str, self.shape))
             topology = f"{found.topology}:{size}"
-            return _jax_targets.tpu_devices(topology, found.chip_config)
+            return target_devices.tpu_devices(topology, found.chip_config)
         hosts, per_host = self.shape
-        return _jax_targets.cuda_devices(hosts, per_host, found.compiler_config)
+        return target_devices.cuda_devices(hosts, per_host, found.compiler_config)
 
     @cached_property
     def coordinates(self) -> tuple[tuple[int, ...], ...]:

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import _jax_targets
 from tessera.analysis.ledger import collectives
 from tessera.analysis.memory import memory
+from tessera.jax_compat import target_devices
 from tessera.mesh import Mesh
 
 # What was compiled elsewhere has the lines of elsewhere.
@@ -58,5 +58,5 @@ def test_nothing_is_allocated(compiled, mesh):
 
 
 def test_the_devices_of_one_count_are_made_once():
-    assert _jax_targets.cpu_devices(72) is _jax_targets.cpu_devices(72)
-    assert len(_jax_targets.cpu_devices(72)) == 72
+    assert target_devices.cpu_devices(72) is target_devices.cpu_devices(72)
+    assert len(target_devices.cpu_devices(72)) == 72

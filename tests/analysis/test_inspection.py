@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera import scope
 from tessera.analysis.inspection import inspect
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec, tensor
+from tessera.tracing import scope
 
 P = PartitionSpec
 

@@ -5,8 +5,8 @@ import flax
 import jax
 import pytest
 
-from tessera._jax_lines import PACKAGE, is_library_code
 from tessera.analysis.source_lines import Frame, short, user_line
+from tessera.jax_compat.lines import PACKAGE, is_library_code
 
 JAX = Frame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
 FLAX = Frame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
@@ -61,7 +61,7 @@ def test_libraries_and_python_itself_are_machinery(path):
 
 
 def test_a_library_outside_of_site_packages_is_machinery(monkeypatch):
-    monkeypatch.setattr("tessera._jax_lines._elsewhere", lambda: ["/opt/src/jax"])
+    monkeypatch.setattr("tessera.jax_compat.lines._elsewhere", lambda: ["/opt/src/jax"])
     is_library_code.cache_clear()
     assert is_library_code("/opt/src/jax/_src/lax.py")
     assert not is_library_code("/opt/src/jaxtrain/train.py")

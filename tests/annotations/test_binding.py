@@ -299,7 +299,7 @@ def test_a_number_of_python_is_a_result_of_its_dtype():
 def test_a_repeated_call_looks_at_no_annotation(monkeypatch):
     step = ts.function(scaled)
     step(X, W)
-    monkeypatch.setattr("tessera.compiler.trace.arguments.bind", None)
+    monkeypatch.setattr("tessera.graph.tracer.arguments.bind", None)
     step(X + 1, W)
     with pytest.raises(TypeError):
         step(X[:1], W)

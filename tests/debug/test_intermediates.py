@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tessera import _jax
 from tessera.debug.intermediates import intermediates
+from tessera.jax_compat import jaxprs
 
 X = jnp.arange(6.0).reshape(2, 3) / 6
 
@@ -18,17 +18,17 @@ def traced(function, *args):
 
 
 def listed_in(program, platform="cpu"):
-    inputs = [f"in{i}" for i in range(len(_jax.inputs(program)))]
-    outputs = [f"out{i}" for i in range(len(_jax.outputs(program)))]
+    inputs = [f"in{i}" for i in range(len(jaxprs.inputs(program)))]
+    outputs = [f"out{i}" for i in range(len(jaxprs.outputs(program)))]
     return intermediates(program, inputs, outputs, platform)[0]
 
 
 def values(program, *args):
     """The values of a program by operation, as its program of outputs gives them."""
-    names = [f"in{i}" for i in range(len(_jax.inputs(program)))]
-    results = [f"out{i}" for i in range(len(_jax.outputs(program)))]
+    names = [f"in{i}" for i in range(len(jaxprs.inputs(program)))]
+    results = [f"out{i}" for i in range(len(jaxprs.outputs(program)))]
     listed, collecting = intermediates(program, names, results, "cpu")
-    got = _jax.evaluate(collecting, *args)
+    got = jaxprs.evaluate(collecting, *args)
     return {site.operation: each for site, each in zip(listed, got, strict=True)}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tessera.runtime.cluster import detect
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
+from tessera.train.runtime.cluster import detect
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

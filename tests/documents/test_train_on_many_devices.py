@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
 from tests.documents import guide_pages
 
 ROOT = Path(__file__).parents[2]

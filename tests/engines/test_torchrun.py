@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.runtime.launcher import free_port
+from tessera.train.runtime.launcher import free_port
 from tests.engines.conftest import (
     ENGINES,
     LIMIT,

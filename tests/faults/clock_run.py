@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
-from tessera.training import train
-from tessera.training.main import main
-from tessera.training.metrics import MetricWriter
+from tessera.train.loop import train
+from tessera.train.loop.main import main
+from tessera.train.loop.metrics import MetricWriter
 
 JUMPS = {3: 300.0, 5: -600.0}
 offset, real_time = 0.0, time.time

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tessera.training import train
-from tessera.training.command_line import run_from_command_line
+from tessera.train.config.command_line import run_from_command_line
+from tessera.train.loop import train
 
 ROOT = Path(__file__).parents[2]
 

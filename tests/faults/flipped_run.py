@@ -13,10 +13,10 @@ import sys
 from functools import cached_property
 from typing import Any
 
-from tessera.training import train
-from tessera.training.build_run import Run
-from tessera.training.main import main
-from tests.training.flipped_step import Flipped
+from tessera.train.loop import train
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.main import main
+from tests.train.loop.flipped_step import Flipped
 
 
 class FlippedRun(Run):

@@ -11,10 +11,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tessera.runtime import preemption_notices
-from tessera.runtime.preemption_notices import CLOUDS, GoogleCloud
-from tessera.training.main import main
-from tessera.training.metrics import MetricWriter
+from tessera.train.loop.main import main
+from tessera.train.loop.metrics import MetricWriter
+from tessera.train.runtime import preemption_notices
+from tessera.train.runtime.preemption_notices import CLOUDS, GoogleCloud
 
 preempted, announced = threading.Event(), threading.Event()
 
@@ -50,7 +50,7 @@ class Announced(logging.Handler):
 
 
 if __name__ == "__main__":
-    from tessera.training import train
+    from tessera.train.loop import train
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), MetadataServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -58,5 +58,5 @@ if __name__ == "__main__":
     CLOUDS["gce"] = lambda: GoogleCloud(address)  # type: ignore[index]
     preemption_notices._POLL_SECONDS = 0.1  # type: ignore[misc]
     train.MetricWriter = Writer  # type: ignore[misc]
-    logging.getLogger("tessera.runtime").addHandler(Announced())
+    logging.getLogger("tessera.train.runtime").addHandler(Announced())
     sys.exit(main())

@@ -9,8 +9,8 @@ import ctypes
 import sys
 import time
 
-from tessera.runtime.cluster import Cluster
-from tessera.runtime.process_group import Processes, joined
+from tessera.train.runtime.cluster import Cluster
+from tessera.train.runtime.process_group import Processes, joined
 
 
 def call(here: Processes) -> None:

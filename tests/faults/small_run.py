@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run in miniature: the phases of a training run around a sum over all ranks.
 
-    python -m tessera.launch --nprocs=2 small_run.py fault=raise on=1 phase=step
+    tessera launch --nprocs=2 small_run.py fault=raise on=1 phase=step
 
 ``fault`` happens on rank ``on`` when step 2, or compiling, begins. What it prints, the
 tests of this folder read.
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tessera.runtime.cluster import detect
-from tessera.runtime.devices import prepare_devices
-from tessera.runtime.process_group import Processes, Timeouts, joined
+from tessera.train.runtime.cluster import detect
+from tessera.train.runtime.devices import prepare_devices
+from tessera.train.runtime.process_group import Processes, Timeouts, joined
 
 OPTIONS = {
     "fault": "none",

@@ -40,7 +40,7 @@ def train(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> list[lis
 @pytest.mark.full
 def test_a_run_goes_on_with_the_processes_that_are_there(tmp_path):
     elastic, whole = tmp_path / "elastic", tmp_path / "whole"
-    launcher = ("-m", "tessera.launch", "--nprocs=2")
+    launcher = ("-m", "tessera.train.commands.launch", "--nprocs=2")
     sizes, _ = train(elastic, "training.steps=2", launcher=launcher)
     assert sorted(sizes)[-1] == 2
     sizes, _ = train(elastic, "training.steps=4")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.records.events import read_events
-from tessera.records.goodput import goodput_of
+from tessera.train.records.events import read_events
+from tessera.train.records.goodput import goodput_of
 from tests.curves import curve
 from tests.faults.trainer import ROOT, SMALL, environ, train_here
 
@@ -59,7 +59,7 @@ class Training:
 @pytest.mark.full
 def test_clocks_that_are_set_change_no_number(tmp_path):
     short = (*SETTINGS, "training.steps=6", "training.checkpoint_every=2")
-    launcher = ("-m", "tessera.launch", "--nprocs=2")
+    launcher = ("-m", "tessera.train.commands.launch", "--nprocs=2")
     assert train_here(*short, f"hydra.run.dir={tmp_path / 'whole'}") == 0
     jumping = (*launcher, "tests/faults/clock_run.py", *short)
     jumps = Training(tmp_path / "jumps", *jumping)

@@ -3,7 +3,7 @@
 
 Each is a coded error before anything is compiled, and an earlier run in the same folder
 stays as it is; the fixture ``refuse`` sees to that. For damaged files of prepared
-tokens, see ``tests/training/data/test_shards.py``.
+tokens, see ``tests/train/data/test_shards.py``.
 """
 
 import gzip
@@ -261,7 +261,13 @@ def test_bad_data_is_refused_before_compilation(refuse, here, case):
 @pytest.mark.full
 def test_bad_data_on_two_ranks_is_not_restarted(here):
     """In processes of their own, as a person starts them."""
-    command = ["-m", "tessera.launch", "--nprocs=2", "--max-restarts=2", "--grace=5"]
+    command = [
+        "-m",
+        "tessera.train.commands.launch",
+        "--nprocs=2",
+        "--max-restarts=2",
+        "--grace=5",
+    ]
     settings = ["model.mesh_shape=[[2],[dp]]", "runtime.platform=cpu", "data=text"]
     ended = subprocess.run(
         [

@@ -17,7 +17,7 @@ SETTINGS = (
     *("runtime.verify_every=3", "training.numerics=deterministic"),
     *("training.checkpoint_every=2", "training.resume=auto"),
 )
-LAUNCHER = ("-m", "tessera.launch", "--nprocs=2")
+LAUNCHER = ("-m", "tessera.train.commands.launch", "--nprocs=2")
 
 
 def train_flipped(folder: Path, *launcher: str, **variables: str) -> tuple[int, str]:
@@ -83,9 +83,9 @@ def test_the_devices_of_one_of_two_processes_are_named_and_both_go_back(
 @pytest.mark.parametrize(
     "place",
     [
-        "tessera.training.checkpoints.checkpoint_folder:quarantine",
-        "tessera.training.checkpoints.saving:Checkpoints.set_back",
-        "tessera.training.metrics:MetricWriter.set_back",
+        "tessera.train.checkpoints.checkpoint_folder:quarantine",
+        "tessera.train.checkpoints.saving:Checkpoints.set_back",
+        "tessera.train.loop.metrics:MetricWriter.set_back",
     ],
     ids=["one checkpoint renamed", "before the metrics", "after the metrics"],
 )

@@ -2,7 +2,7 @@
 """Settings that somebody else wrote: what they cannot do.
 
 They make nothing but values, read no environment, run no pickle and write nowhere but
-in the run's folder. ``tests/training/test_command_line_misuse.py`` has the messages.
+in the run's folder. ``test_command_line_misuse.py`` has the messages.
 """
 
 import os
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tessera.training import train
-from tessera.training.checkpoints.manifest import LAST, NAME, write_manifest
-from tessera.training.command_line import run_from_command_line
+from tessera.train.checkpoints.manifest import LAST, NAME, write_manifest
+from tessera.train.config.command_line import run_from_command_line
+from tessera.train.loop import train
 
 # Of `make test`, the messages are in that module, and drawn lines in `tests/fuzz`.
 pytestmark = pytest.mark.full

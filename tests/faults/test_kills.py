@@ -26,9 +26,9 @@ from typing import Any
 
 import pytest
 
-from tessera.training import train
-from tessera.training.checkpoints.checkpoint_folder import complete_steps
-from tessera.training.metrics import MetricWriter
+from tessera.train.checkpoints.checkpoint_folder import complete_steps
+from tessera.train.loop import train
+from tessera.train.loop.metrics import MetricWriter
 from tests.curves import curve
 from tests.faults.trainer import PROGRAM, environ, train_here
 from tests.faults.trainer import SMALL as SMALLEST
@@ -55,7 +55,7 @@ class Run:
     def __init__(
         self, folder: Path, *settings: str, flags: tuple[str, ...] = ()
     ) -> None:
-        launcher = ("-m", "tessera.launch", *flags) if flags else ()
+        launcher = ("-m", "tessera.train.commands.launch", *flags) if flags else ()
         self.folder, self.lines = folder, list[str]()
         self._said = threading.Condition()
         self.process = subprocess.Popen(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.runtime.launcher import free_port
+from tessera.train.runtime.launcher import free_port
 
 PROGRAM = Path(__file__).parent / "small_run.py"
 # Of a test: shorter than the timeouts that would end a run by themselves.
@@ -109,7 +109,7 @@ def start() -> Iterator[Callable[..., Launch]]:
 
 @pytest.fixture
 def launch(start) -> Callable[..., Launch]:
-    return lambda *arguments: start("-m", "tessera.launch", *arguments)
+    return lambda *arguments: start("-m", "tessera.train.commands.launch", *arguments)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def exported_variables(world_size):
 def test_launchers_on_several_machines_start_one_run(start):
     """As by hand, with exported variables: the second begins with rank 2."""
     exported = exported_variables(3)
-    command = "-m", "tessera.launch", "--grace=5"
+    command = "-m", "tessera.train.commands.launch", "--grace=5"
     machines = [
         start(
             *(*command, f"--nprocs={count}", str(PROGRAM)),
@@ -183,7 +183,9 @@ def test_launchers_on_several_machines_start_one_run(start):
         outcome = one.wait()
         assert outcome.code == 0, outcome.err
         for rank in ranks:
-            assert f": rank {rank} of 3, by tessera.launch" in outcome.out
+            assert (
+                f": rank {rank} of 3, by tessera.train.commands.launch" in outcome.out
+            )
             assert f"[rank {rank}] step 3: 3\n" in outcome.out
 
 
@@ -192,7 +194,13 @@ def test_a_rank_that_fails_ends_the_launchers_of_the_other_machines(start):
     exported = exported_variables(2)
     machines = [
         start(
-            *("-m", "tessera.launch", "--nprocs=1", "--grace=5", str(PROGRAM)),
+            *(
+                "-m",
+                "tessera.train.commands.launch",
+                "--nprocs=1",
+                "--grace=5",
+                str(PROGRAM),
+            ),
             *("fault=raise", "on=1"),
             environ={**exported, "RANK": str(rank)},
         )
@@ -209,7 +217,10 @@ def test_a_rank_that_fails_ends_the_launchers_of_the_other_machines(start):
 def test_a_single_process_starts_no_coordinator(launch):
     outcome = launch("--nprocs=1", str(PROGRAM)).wait()
     assert outcome.code == 0, outcome.err
-    assert "a single process: tessera.launch started no other" in outcome.out
+    assert (
+        "a single process: tessera.train.commands.launch started no other"
+        in outcome.out
+    )
     assert "[rank 0] step 3: 1\n" in outcome.out
 
 
@@ -374,7 +385,8 @@ def test_a_failed_run_is_started_again_and_keeps_what_it_shares(run):
         # Each line says whose it is.
         assert f"[rank {rank}] step 3: 2\n" in outcome.out
         assert (
-            f": rank {rank} of 2, by tessera.launch; coordinator 127.0" in outcome.out
+            f": rank {rank} of 2, by tessera.train.commands.launch; coordinator 127.0"
+            in outcome.out
         )
     shared = re.findall(r"\[rank \d\] attempt (\d) shares (.*)", outcome.out)
     assert [number for number, _ in sorted(shared)] == ["0", "0", "1", "1"]

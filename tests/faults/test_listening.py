@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.runtime.addresses import address_towards
-from tessera.runtime.launcher import free_port
+from tessera.train.runtime.addresses import address_towards
+from tessera.train.runtime.launcher import free_port
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the table of sockets is Linux's"

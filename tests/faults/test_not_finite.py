@@ -14,14 +14,14 @@ import pytest
 
 from tessera.errors import NonFiniteError
 from tessera.mesh import Mesh
-from tessera.training.build_run import Run as TrainingRun
-from tessera.training.checkpoints.saving import Checkpoints
-from tessera.training.command_line import compose
-from tessera.training.console import Console
-from tessera.training.data import Corpus
-from tessera.training.metrics import MetricWriter
-from tessera.training.run_folder import open_run_folder
-from tessera.training.training_loop import Trainer
+from tessera.train.checkpoints.saving import Checkpoints
+from tessera.train.config.command_line import compose
+from tessera.train.data import Corpus
+from tessera.train.loop.build_run import Run as TrainingRun
+from tessera.train.loop.console import Console
+from tessera.train.loop.metrics import MetricWriter
+from tessera.train.loop.run_folder import open_run_folder
+from tessera.train.loop.training_loop import Trainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

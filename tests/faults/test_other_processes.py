@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tessera.training.checkpoints.checkpoint_folder import (
+from tessera.train.checkpoints.checkpoint_folder import (
     complete_steps,
     read_checkpoint,
 )
@@ -31,7 +31,12 @@ def settings_of(folder: Path, processes: int, steps: int) -> tuple[str, ...]:
 
 def run(folder: Path, processes: int, steps: int, *arguments: str) -> str:
     """What a run in several processes says."""
-    launcher = ("-m", "tessera.launch", f"--nprocs={processes}", "--grace=5")
+    launcher = (
+        "-m",
+        "tessera.train.commands.launch",
+        f"--nprocs={processes}",
+        "--grace=5",
+    )
     process = subprocess.Popen(
         [
             *(sys.executable, *launcher, PROGRAM),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tessera.runtime.launcher import free_port
+from tessera.train.runtime.launcher import free_port
 from tests.faults.trainer import PROGRAM, SMALL, environ
 
 SETTINGS = (

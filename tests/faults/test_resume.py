@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tessera.training.checkpoints.checkpoint_folder import (
+from tessera.train.checkpoints.checkpoint_folder import (
     Checkpoint,
     complete_steps,
     read_checkpoint,

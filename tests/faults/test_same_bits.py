@@ -71,7 +71,7 @@ def test_runs_on_one_and_four_devices_and_on_two_in_another_process_have_the_sam
 
 @pytest.mark.full
 def test_a_run_in_two_processes_has_the_bits_of_one_device(tmp_path, on_one_device):
-    launcher = ("-m", "tessera.launch", "--nprocs=2")
+    launcher = ("-m", "tessera.train.commands.launch", "--nprocs=2")
     run(*launcher, PROGRAM, *arguments(tmp_path / "two", 2))
     assert curve(tmp_path / "two") == on_one_device
 

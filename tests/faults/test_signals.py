@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.training.checkpoints.checkpoint_folder import (
+from tessera.train.checkpoints.checkpoint_folder import (
     complete_steps,
     read_checkpoint,
 )
@@ -24,7 +24,13 @@ NOTICED = Path(__file__).parent / "noticed_run.py"
 PATIENT = Path(__file__).parent / "patient_run.py"
 LIMIT = 120.0
 STEPS = 96
-LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=60", "--max-restarts=1")
+LAUNCHER = (
+    "-m",
+    "tessera.train.commands.launch",
+    "--nprocs=2",
+    "--grace=60",
+    "--max-restarts=1",
+)
 BASE = (*SMALLEST, "model.mesh_shape=[[2],[fsdp]]", f"training.steps={STEPS}")
 SMALL = (
     *(*BASE, "data.synthetic.tokens=60000"),
@@ -104,8 +110,8 @@ def train(start: Start) -> Start:
 # Says that it has saved and is about to end, which takes it a second then.
 LEAVING = """
 import sys, time
-from tessera.runtime.process_exit import on_exit
-from tessera.training.main import main
+from tessera.train.runtime.process_exit import on_exit
+from tessera.train.loop.main import main
 
 def leave():
     print("leaving", flush=True)

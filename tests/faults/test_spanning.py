@@ -22,7 +22,13 @@ SETTINGS = (
     *("training.micro_batch_size=2", "training.gradient_accumulation_steps=2"),
     *("training.steps=4", "training.checkpoint_every=2"),
 )
-LAUNCHER = ("-m", "tessera.launch", "--nprocs=2", "--grace=5", "--max-restarts=1")
+LAUNCHER = (
+    "-m",
+    "tessera.train.commands.launch",
+    "--nprocs=2",
+    "--grace=5",
+    "--max-restarts=1",
+)
 
 
 def run(
@@ -103,7 +109,7 @@ def test_two_processes_of_which_one_is_killed_give_the_numbers_of_one(tmp_path, 
     assert sorted(written) == [(rank, str(tmp_path / "run")) for rank in "01"]
     for log in ("train.log", "train.1.log"):
         text = (tmp_path / "run" / log).read_text()
-        assert "rank 0 of 2, by tessera.launch" in text
+        assert "rank 0 of 2, by tessera.train.commands.launch" in text
         assert "rank 1 of 2" not in text
 
 

@@ -8,8 +8,8 @@ what one has compiled, the others take from the folder of compiled programs.
 import os
 from pathlib import Path
 
-from tessera.training import train
-from tessera.training.command_line import run_from_command_line
+from tessera.train.config.command_line import run_from_command_line
+from tessera.train.loop import train
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "run_training.py")

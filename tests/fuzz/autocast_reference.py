@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tessera import _jax
-from tessera.compiler.narrowing.rules import CUSTOM_CALLS, PAIRWISE, RULES, Rule
-from tessera.primitive_properties import ARITHMETIC
+from tessera.foundations.primitive_properties import ARITHMETIC
+from tessera.graph.narrowing.rules import CUSTOM_CALLS, PAIRWISE, RULES, Rule
+from tessera.jax_compat import jaxprs
 
 F32 = jnp.float32
 COPY, INDEX, STACK = "copy", "index", "stack"
@@ -62,26 +62,26 @@ class Nodes(list):
 
 def flat(program, count):
     nodes = Nodes()
-    inputs = [nodes.add("input", aval=v.aval) for v in _jax.inputs(program)]
+    inputs = [nodes.add("input", aval=v.aval) for v in jaxprs.inputs(program)]
     assert len(inputs) == count
     nodes.outputs = inline(nodes, program, inputs, "")
     return nodes
 
 
 def inline(nodes, program, inputs, scopes):
-    env = dict(zip(_jax.inputs(program), inputs, strict=True))
+    env = dict(zip(jaxprs.inputs(program), inputs, strict=True))
     for variable, value in zip(
-        _jax.constant_inputs(program), _jax.constants(program), strict=True
+        jaxprs.constant_inputs(program), jaxprs.constants(program), strict=True
     ):
         env[variable] = nodes.add("constant", value=value, aval=variable.aval)
 
     def read(atom):
-        if isinstance(atom, _jax.Literal):
+        if isinstance(atom, jaxprs.Literal):
             return nodes.add("literal", value=atom.val, aval=atom.aval)
         return env[atom]
 
-    for equation in _jax.equations(program):
-        path = f"{scopes}/{_jax.name_scopes(equation)}"
+    for equation in jaxprs.equations(program):
+        path = f"{scopes}/{jaxprs.name_scopes(equation)}"
         operands, name = (
             [read(atom) for atom in equation.invars],
             equation.primitive.name,
@@ -89,12 +89,12 @@ def inline(nodes, program, inputs, scopes):
         if name == "scan":
             results = unroll(nodes, equation, operands, path)
         elif RULES.get(name) is Rule.INSIDE or name in CUSTOM_CALLS:
-            (inner,) = _jax.inner_programs(equation)
+            (inner,) = jaxprs.inner_programs(equation)
             results = inline(nodes, inner, operands, path)
         else:
             results = plain(nodes, equation, operands, path)
         env.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in _jax.outputs(program)]
+    return [read(atom) for atom in jaxprs.outputs(program)]
 
 
 def plain(nodes, equation, operands, path):
@@ -113,10 +113,10 @@ def plain(nodes, equation, operands, path):
 
 
 def unroll(nodes, equation, operands, path):
-    (body,) = _jax.inner_programs(equation)
-    consts, carries = _jax.scan_sizes(equation)
+    (body,) = jaxprs.inner_programs(equation)
+    consts, carries = jaxprs.scan_sizes(equation)
     length, is_reverse = equation.params["length"], equation.params["reverse"]
-    variables = _jax.inputs(body)
+    variables = jaxprs.inputs(body)
     group = len(nodes)
 
     def carried(indices):
@@ -156,7 +156,7 @@ def compute(node, operands):
             return operands[0][node.number]
         case "stack":
             return jnp.stack(operands)
-    results = _jax.bind(node.equation, operands)
+    results = jaxprs.bind(node.equation, operands)
     return results if node.equation.primitive.multiple_results else results[0]
 
 
@@ -359,7 +359,7 @@ def reference(program, values):
             operands = [results[i] for i in node.operands]
             operands[:2] = [x.astype(dtype) for x in operands[:2]]
             params = dict(node.equation.params, preferred_element_type=jnp.dtype(F32))
-            (value,) = _jax.bind(node.equation, operands, params)
+            (value,) = jaxprs.bind(node.equation, operands, params)
         else:
             value = compute(node, [results[i] for i in node.operands])
         if index in wanted:

@@ -12,10 +12,10 @@ from dataclasses import fields
 from pathlib import Path
 from random import Random
 
-from tessera.training.config import ModelConfig, RuntimeConfig, TrainingConfig
-from tessera.training.data.data_config import DataConfig, SyntheticConfig
-from tessera.training.help_text import group_settings
-from tessera.training.optimizer_config import OPTIMIZERS
+from tessera.train.config.config import ModelConfig, RuntimeConfig, TrainingConfig
+from tessera.train.config.help_text import group_settings
+from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.data.data_config import DataConfig, SyntheticConfig
 
 CLASSES = {
     "model": [ModelConfig],

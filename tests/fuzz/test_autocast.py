@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import tessera as ts
-from tessera.compiler.passes.autocast import autocast
+from tessera.graph.passes.autocast import autocast
 from tests.fuzz.autocast_reference import evaluate, reference
 
 SIZE, LAYERS = 4, 3

@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 import tensorstore
 
+from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
-from tessera.models.safetensors import SafetensorsFile
-from tessera.training.build_run import Run
-from tessera.training.checkpoints import manifest
-from tessera.training.checkpoints.choose_checkpoint import choose
-from tessera.training.checkpoints.export_checkpoint import export_checkpoint
-from tessera.training.checkpoints.restore_arrays import Restoration
-from tessera.training.checkpoints.resume_plan import resume_plan
-from tessera.training.checkpoints.saving import Checkpoints
-from tessera.training.command_line import compose
-from tessera.training.data.cursor import Cursor
-from tessera.training.main import configs_dir
-from tessera.training.trained_model import open_trained
-from tessera.tree import named_leaves
+from tessera.train.checkpoints import manifest
+from tessera.train.checkpoints.choose_checkpoint import choose
+from tessera.train.checkpoints.export_checkpoint import export_checkpoint
+from tessera.train.checkpoints.restore_arrays import Restoration
+from tessera.train.checkpoints.resume_plan import resume_plan
+from tessera.train.checkpoints.saving import Checkpoints
+from tessera.train.config.command_line import compose
+from tessera.train.data.cursor import Cursor
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.main import configs_dir
+from tessera.train.loop.trained_model import open_trained
+from tessera.train.models.safetensors import SafetensorsFile
 from tests.fuzz.damage import ODD, Draw, bounded, damaged_bytes, damaged_json
-from tests.training.checkpoints.test_export_folder import SMALL
+from tests.train.checkpoints.test_export_folder import SMALL
 
 STEP = Path("checkpoints/4")
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.models.safetensors import SafetensorsFile, write_file
-from tessera.report import page
 from tessera.targets.machine import machine
-from tessera.training.checkpoints.choose_checkpoint import changed_settings
-from tessera.training.data import DataConfig
-from tessera.training.data.bad_records import BadRecords
-from tessera.training.data.chat_template import Conversation, ConversationError
-from tessera.training.data.encoding import chat_template_of
-from tessera.training.data.records import read_records
-from tessera.training.data.tokenization import load_tokenizer
-from tessera.training.data.units import Unit, divide
+from tessera.train.checkpoints.choose_checkpoint import changed_settings
+from tessera.train.data import DataConfig
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.chat_template import Conversation, ConversationError
+from tessera.train.data.encoding import chat_template_of
+from tessera.train.data.records import read_records
+from tessera.train.data.tokenization import load_tokenizer
+from tessera.train.data.units import Unit, divide
+from tessera.train.models.safetensors import SafetensorsFile, write_file
+from tessera.train.report import page
 from tests.fuzz.damage import (
     Draw,
     bounded,
@@ -26,9 +26,9 @@ from tests.fuzz.damage import (
     damaged_bytes,
     damaged_json,
 )
-from tests.report.run_folders import make_run
-from tests.training.data import conftest
-from tests.training.data.chat_folders import TEMPLATES, turns, write_folder
+from tests.train.data import conftest
+from tests.train.data.chat_folders import TEMPLATES, turns, write_folder
+from tests.train.report.run_folders import make_run
 
 ROOT = Path(__file__).parents[2]
 model_file = conftest.model_file

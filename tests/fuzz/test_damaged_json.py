@@ -11,23 +11,23 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
-from tessera.generate import _conversations, _lines
-from tessera.models.families.published import GENERATION_FILE, read_published
-from tessera.models.families.registry import (
+from tessera.foundations.tree import named_leaves
+from tessera.train.commands.generate import _conversations, _lines
+from tessera.train.data import DataConfig
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.encoding import Encoder
+from tessera.train.data.files import list_files
+from tessera.train.data.records import read_records
+from tessera.train.data.units import Unit
+from tessera.train.loop.trained_model import open_trained
+from tessera.train.models.families.published import GENERATION_FILE, read_published
+from tessera.train.models.families.registry import (
     CONFIG_FILE,
     differences,
     family_of,
     parse_object,
 )
-from tessera.models.model_folder import INDEX
-from tessera.training.data import DataConfig
-from tessera.training.data.bad_records import BadRecords
-from tessera.training.data.encoding import Encoder
-from tessera.training.data.files import list_files
-from tessera.training.data.records import read_records
-from tessera.training.data.units import Unit
-from tessera.training.trained_model import open_trained
-from tessera.tree import named_leaves
+from tessera.train.models.model_folder import INDEX
 from tests.fuzz.damage import (
     ODD,
     Draw,
@@ -36,10 +36,10 @@ from tests.fuzz.damage import (
     damaged_bytes,
     damaged_json,
 )
-from tests.models import published_folders
-from tests.models.published_configs import CONFIGS
-from tests.training.data import chat_folders
-from tests.training.data.chat_records import TEMPLATE, draw_record
+from tests.train.data import chat_folders
+from tests.train.data.chat_records import TEMPLATE, draw_record
+from tests.train.models import published_folders
+from tests.train.models.published_configs import CONFIGS
 
 GENERATION = {"eos_token_id": [3, 4], "bos_token_id": 2, "do_sample": True}
 

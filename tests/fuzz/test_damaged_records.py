@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import BadRecordError
-from tessera.training.data import DataConfig
-from tessera.training.data.bad_records import BadRecords
-from tessera.training.data.records import read_records
-from tessera.training.data.units import Unit, divide, split
+from tessera.train.data import DataConfig
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.records import read_records
+from tessera.train.data.units import Unit, divide, split
 
 Draw = random.Random
 CHARACTERS = [

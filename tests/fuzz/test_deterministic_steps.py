@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from tests.training.test_deterministic_numerics import run
+from tests.train.loop.test_deterministic_numerics import run
 
 MOST = {"pp": 2, "dp": 8, "fsdp": 8, "cp": 8, "tp": 2}
 DEVICES = 8

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import tessera as ts
-from tessera.training.deterministic_numerics import FixedOrder
-from tessera.training.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.deterministic_numerics import FixedOrder
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
 from tests.fuzz.layer_chains import drawn_arrays, drawn_loss
 from tests.fuzz.test_deterministic_steps import DEVICES, random_mesh
-from tests.training.test_deterministic_numerics import mesh_of
+from tests.train.loop.test_deterministic_numerics import mesh_of
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("optimized")]
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.decoder.config import LoraConfig
-from tessera.models.decoder.decoding import CachedDecoding
+from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models.decoder.config import LoraConfig
+from tessera.train.models.decoder.decoding import CachedDecoding
 
 # Fields that are drawn; the others change nothing that a cache could get wrong.
 DRAWN = {

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from tessera.errors import TesseraError
-from tessera.runtime import rendezvous
-from tessera.runtime.cluster import Cluster
-from tessera.runtime.launcher import free_port
-from tessera.runtime.rank_consistency import difference_error, differences
-from tessera.runtime.rendezvous import Handshake
-from tessera.training.checkpoints.metadata import read_metadata
-from tessera.training.folder_lock import Holder
-from tessera.untrusted_text import parse_json
+from tessera.errors.untrusted_text import parse_json
+from tessera.train.checkpoints.metadata import read_metadata
+from tessera.train.loop.folder_lock import Holder
+from tessera.train.runtime import rendezvous
+from tessera.train.runtime.cluster import Cluster
+from tessera.train.runtime.launcher import free_port
+from tessera.train.runtime.rank_consistency import difference_error, differences
+from tessera.train.runtime.rendezvous import Handshake
 
 HOST = "127.0.0.1"
 FINGERPRINT = {"versions": {"jax": "0.10.2"}, "configuration": {"training.seed": "0"}}

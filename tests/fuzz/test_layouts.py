@@ -14,20 +14,20 @@ from random import Random
 
 import pytest
 
-from tessera.config_files import configs_dir
 from tessera.errors import TesseraError
+from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
-from tessera.planner.layout import Layout
-from tessera.planner.legality import Legality
-from tessera.planner.search import search
-from tessera.planner.space import AXES, Space
-from tessera.planner.step_time import StepModel
 from tessera.targets.machine import machine
 from tessera.targets.target import Target
-from tessera.training.command_line import compose
-from tessera.training.config import Config, data_parallel_groups
-from tessera.training.layout_checks import build_model, layout_problems
-from tessera.training.settings_checks import check
+from tessera.train.config.command_line import compose
+from tessera.train.config.config import Config, data_parallel_groups
+from tessera.train.config.layout_checks import build_model, layout_problems
+from tessera.train.config.settings_checks import check
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.legality import Legality
+from tessera.train.planner.search import search
+from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.step_time import StepModel
 
 DENSE = tuple(axis for axis in AXES if axis != "ep")
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 30, 48, 64)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tessera.mesh import Mesh
-from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.decoder.config import LoraConfig
-from tests.models.decoder.lora_reference import assert_same_as_merged
+from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models.decoder.config import LoraConfig
+from tests.train.models.decoder.lora_reference import assert_same_as_merged
 
 MESHES = ("", "fsdp", "tp", "dp tp", "fsdp tp", "dp cp", "ep tp", "fsdp ep")
 

@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tessera.api.jit import function
-from tessera.labels import IGNORE_INDEX
+from tessera.foundations.labels import IGNORE_INDEX
+from tessera.foundations.tree import named_leaves
+from tessera.graph.jit import function
 from tessera.mesh import Mesh
-from tessera.models import register_model
-from tessera.models.definition import ModelOptions, definition_of
-from tessera.training.pipelined_model import PipelinedModel, schedule_of
-from tessera.tree import named_leaves
+from tessera.train.loop.pipelined_model import PipelinedModel, schedule_of
+from tessera.train.models import register_model
+from tessera.train.models.definition import ModelOptions, definition_of
 
 MESHES = [
     Mesh(["fsdp", "tp"], devices=range(4), shape=(2, 2)),

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 import tessera as ts
-from tessera import graph, scope
+from tessera import graph
 from tessera.errors import UndecidedRoleError
 from tessera.mesh import Mesh
+from tessera.tracing import scope
 
 Tree = Any
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")

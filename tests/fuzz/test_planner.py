@@ -8,17 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from tessera.config_files import configs_dir
+from tessera.foundations.config_files import configs_dir
+from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
-from tessera.planner.search import search
-from tessera.planner.space import AXES, Space
-from tessera.planner.step_time import StepModel
 from tessera.targets.target import Target
-from tessera.training.command_line import compose
-from tessera.training.config import Config
-from tessera.training.layout_checks import build_model, layout_problems
-from tessera.training.settings_checks import check
-from tessera.tree import named_leaves
+from tessera.train.config.command_line import compose
+from tessera.train.config.config import Config
+from tessera.train.config.layout_checks import build_model, layout_problems
+from tessera.train.config.settings_checks import check
+from tessera.train.planner.search import search
+from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.step_time import StepModel
 
 
 @cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random command lines of ``tessera.launch`` and ``tessera.export``.
+"""Random command lines of ``tessera launch`` and ``tessera export``.
 
 Each is refused with code 2 and nothing written, or understood; nothing is launched, and
 there is no checkpoint to export.
@@ -14,8 +14,8 @@ from random import Random
 import pytest
 
 from tessera.errors import ProcessLayoutError
-from tessera.export import main as export
-from tessera.runtime.launch_options import make_plan
+from tessera.train.commands.export import main as export
+from tessera.train.runtime.launch_options import make_plan
 from tests.fuzz.override_lists import NUMBERS, PATHS, WORDS, fill
 
 VALUES = (

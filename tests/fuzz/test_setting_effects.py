@@ -4,7 +4,7 @@
 For each kind of run and each setting that the step or its data is made of: with another
 value than that of the run the settings are refused; or arrays, layouts, learning rates,
 batches or the traced step are others; or the run says that the setting changes nothing.
-What the loop alone reads is in ``tests/training/test_unused_settings.py``.
+What the loop alone reads is in ``tests/train/config/test_unused_settings.py``.
 """
 
 import re
@@ -18,9 +18,9 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.mesh import Mesh
-from tessera.training.build_run import Run as TrainingRun
-from tessera.training.command_line import compose
-from tessera.training.config import Config
+from tessera.train.config.command_line import compose
+from tessera.train.config.config import Config
+from tessera.train.loop.build_run import Run as TrainingRun
 from tests.fuzz.override_lists import SETTINGS, SMALL
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from tessera.training import train
-from tessera.training.command_line import run_from_command_line
+from tessera.train.config.command_line import run_from_command_line
+from tessera.train.loop import train
 from tests.fuzz.override_lists import draw, fill
 
 ROOT = Path(__file__).parents[2]

@@ -6,11 +6,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from tessera.labels import IGNORE_INDEX
-from tessera.training.data import shards
-from tessera.training.data.batches import Share, train_batches, validation_batches
-from tessera.training.data.packing import PackedRows, TokenStream
-from tessera.training.data.shards import BlockWriter, new_block, read_block
+from tessera.foundations.labels import IGNORE_INDEX
+from tessera.train.data import shards
+from tessera.train.data.batches import Share, train_batches, validation_batches
+from tessera.train.data.packing import PackedRows, TokenStream
+from tessera.train.data.shards import BlockWriter, new_block, read_block
 
 NAMES = ("tokens", "targets", "segment_ids", "positions")
 

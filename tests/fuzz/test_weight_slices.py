@@ -18,10 +18,10 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
-from tessera.models.families.family import Tensor
-from tessera.models.parameter_slices import ParameterSlices, assemble
-from tessera.models.pipeline_stages import StageSplit
-from tessera.models.safetensors import SafetensorsFile
+from tessera.train.models.families.family import Tensor
+from tessera.train.models.parameter_slices import ParameterSlices, assemble
+from tessera.train.models.pipeline_stages import StageSplit
+from tessera.train.models.safetensors import SafetensorsFile
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 NAMES = ("all.weight", "{layer}.weight", "{layer}.x.{expert}.weight")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tessera as ts
-from tessera.casts import cast_parameter
+from tessera.tracing.casts import cast_parameter
 
 SIZE, COUNT = 4, 1001
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tessera.training.data.chat_prompts import ChatPrompts
-from tessera.training.data.chat_template import Conversation
-from tessera.training.data.tokenization import load_tokenizer
-from tests.training.data import test_chat_records as chat_records
-from tests.training.data.chat_folders import CONVERSATIONS, TEMPLATES, write_folder
-from tests.training.data.chat_records import TEMPLATE, draw_record
-from tests.training.data.test_encoding import GOLDEN, encoded, rendered
+from tessera.train.data.chat_prompts import ChatPrompts
+from tessera.train.data.chat_template import Conversation
+from tessera.train.data.tokenization import load_tokenizer
+from tests.train.data import test_chat_records as chat_records
+from tests.train.data.chat_folders import CONVERSATIONS, TEMPLATES, write_folder
+from tests.train.data.chat_records import TEMPLATE, draw_record
+from tests.train.data.test_encoding import GOLDEN, encoded, rendered
 
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="make test-hf has Transformers")

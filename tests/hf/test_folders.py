@@ -17,22 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.export import main as export
+from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
-from tessera.models import (
+from tessera.train.commands.export import main as export
+from tessera.train.loop.main import main as train
+from tessera.train.loop.trained_model import open_trained
+from tessera.train.models import (
     DecoderConfig,
     DecoderModel,
     from_pretrained,
     save_pretrained,
 )
-from tessera.models.decoder.config import LoraConfig
-from tessera.models.families.dense import FEATURES
-from tessera.models.families.gemma import GEMMA3 as GEMMA3_FAMILY
-from tessera.models.families.registry import differences
-from tessera.models.write_folder import write_adapters, write_folder
-from tessera.training.main import main as train
-from tessera.training.trained_model import open_trained
-from tessera.tree import named_leaves
+from tessera.train.models.decoder.config import LoraConfig
+from tessera.train.models.families.dense import FEATURES
+from tessera.train.models.families.gemma import GEMMA3 as GEMMA3_FAMILY
+from tessera.train.models.families.registry import differences
+from tessera.train.models.write_folder import write_adapters, write_folder
 
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="make test-hf has Transformers")

@@ -14,8 +14,8 @@ import pytest
 import tokenizers
 
 from tests.hf import harness_requests
-from tests.models.published_folders import GEMMA3, gemma3_tensors, write_folder
-from tests.training.data import chat_folders
+from tests.train.data import chat_folders
+from tests.train.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 
 pytest.importorskip("lm_eval")
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
@@ -43,7 +43,7 @@ def folder(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [None, "[[1,4],[fsdp,tp]]"])
 def test_every_request_is_answered_as_by_the_hf_model(folder, mesh):
-    from tessera.lm_eval import register
+    from tessera.train.commands.lm_eval import register
 
     script = Path(harness_requests.__file__)
     done = subprocess.run(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from tessera import dist, scope
+from tessera import dist
+from tessera.tracing import scope
 from tests.ops.regions import P, numbers, on
 
 

@@ -13,13 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import _jax, scope
 from tessera.errors import OperandError
+from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.fused_losses import fused_linear_cross_entropy
 from tessera.ops.loss_chunks import Head, Split, Terms, chunk_rows
 from tessera.ops.losses import cross_entropy
+from tessera.tracing import scope
 
 V, D = 11, 5
 
@@ -154,10 +155,10 @@ def matmuls(function, *operands):
     found = []
 
     def walk(program):
-        for equation in _jax.equations(program):
+        for equation in jaxprs.equations(program):
             if equation.primitive.name == "dot_general":
                 found.append(equation.outvars[0].aval.shape)
-            for inner in _jax.inner_programs(equation):
+            for inner in jaxprs.inner_programs(equation):
                 walk(inner)
 
     walk(jax.make_jaxpr(function)(*operands))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import _jax
 from tessera.errors import BatchSizeError, OperandError
+from tessera.jax_compat import jaxprs
 from tessera.ops.gradient_accumulation import accumulate_gradients
 
 DRAW = np.random.default_rng(0)
@@ -94,9 +94,9 @@ def test_microbatches_may_come_as_a_list_or_with_a_leading_dim():
 def test_it_is_one_loop_whose_length_does_not_change_the_program():
     def lines(microbatches):
         program = accumulating(microbatches).trace(WEIGHTS, BATCH).graph.program
-        loops = [e for e in _jax.equations(program) if e.primitive.name == "scan"]
+        loops = [e for e in jaxprs.equations(program) if e.primitive.name == "scan"]
         assert [loop.params["length"] for loop in loops] == [microbatches]
-        return len(_jax.pretty(program).splitlines())
+        return len(jaxprs.pretty(program).splitlines())
 
     assert lines(2) == lines(6)
 

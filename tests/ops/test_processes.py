@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tessera.runtime.launcher import free_port
+from tessera.train.runtime.launcher import free_port
 
 PROGRAM = """
 import json, sys

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 import tessera as ts
-from tessera import _jax
 from tessera.errors import SettingValueError
-from tessera.models import layer_scan
+from tessera.jax_compat import jaxprs
 from tessera.ops import rematerialization
 from tessera.ops.rematerialization import POLICIES, remat
+from tessera.train.models import layer_scan
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -178,7 +178,7 @@ def test_autocast_around_a_checkpoint_reaches_what_is_computed_again():
             out = remat(layer)(x, weights)
         return ts.grad(out.sum(), weights)
 
-    program = _jax.pretty(step.trace(X, WEIGHTS[0]).graph.program)
+    program = jaxprs.pretty(step.trace(X, WEIGHTS[0]).graph.program)
     # Twice forwards and twice backwards for each of two products, less what nobody
     # reads: the last product is not computed again.
     assert program.count("dot_general") == 6

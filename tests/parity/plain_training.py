@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tessera.models import DecoderModel
+from tessera.train.models import DecoderModel
 
 
 def summed_loss(

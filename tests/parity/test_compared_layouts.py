@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import tessera as ts
-from tessera.models import DecoderConfig, DecoderModel
-from tessera.training.step import StepConfig, make_train_step
-from tessera.training.train_state import abstract_state, init_state
+from tessera.train.loop.step import StepConfig, make_train_step
+from tessera.train.loop.train_state import abstract_state, init_state
+from tessera.train.models import DecoderConfig, DecoderModel
 
 # Each traces, compiles and runs the trainer's step with every value as an output.
 pytestmark = pytest.mark.full

@@ -18,15 +18,15 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import DecoderConfig, DecoderModel
-from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.step import (
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.step import (
     StepConfig,
     batch_spec,
     make_eval_step,
     make_train_step,
 )
-from tessera.training.train_state import init_state
+from tessera.train.loop.train_state import init_state
+from tessera.train.models import DecoderConfig, DecoderModel
 from tests.parity.plain_training import summed_loss, train_on_one_device
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 4, 32

@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import DecoderModel, config_of
-from tessera.models.decoder.router_metrics import ROUTER_METRICS
-from tessera.models.pipeline_stages import split_of
-from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined_model import schedule_of
-from tessera.training.step import StepConfig, batch_spec, make_train_step
-from tessera.training.train_state import init_state
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.pipelined_model import schedule_of
+from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.train_state import init_state
+from tessera.train.models import DecoderModel, config_of
+from tessera.train.models.decoder.router_metrics import ROUTER_METRICS
+from tessera.train.models.pipeline_stages import split_of
 
 pytestmark = pytest.mark.full
 

@@ -19,10 +19,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.models import DecoderModel, config_of
-from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.step import StepConfig, batch_spec, make_train_step
-from tessera.training.train_state import init_state
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.train_state import init_state
+from tessera.train.models import DecoderModel, config_of
 
 STEPS, ROWS, LENGTH = 3, 8, 16
 MODEL = DecoderModel(dataclasses.replace(config_of("tiny"), window=8))

@@ -26,22 +26,22 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from tessera.api.jit import function
+from tessera.graph.jit import function
 from tessera.mesh import Mesh
-from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.pipeline_stages import split_of
 from tessera.ops.loss_scale import LossScale
-from tessera.runtime.xla_options import compiler_options
-from tessera.scope import current_plan, set_plan
-from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined_model import schedule_of
-from tessera.training.step import (
+from tessera.tracing.scope import current_plan, set_plan
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.pipelined_model import schedule_of
+from tessera.train.loop.step import (
     StepConfig,
     batch_spec,
     make_eval_step,
     make_train_step,
 )
-from tessera.training.train_state import init_state
+from tessera.train.loop.train_state import init_state
+from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models.pipeline_stages import split_of
+from tessera.train.runtime.xla_options import compiler_options
 from tests.parity.plain_training import summed_loss, train_on_one_device
 
 pytestmark = pytest.mark.full

@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.inspection import inspect
 from tessera.mesh import Mesh
-from tessera.models import DecoderConfig, DecoderModel
-from tessera.models.pipeline_stages import split_of
-from tessera.training.optimizers import AdamWConfig, make_optimizer
-from tessera.training.pipelined_model import schedule_of
-from tessera.training.step import StepConfig, batch_spec, make_train_step
-from tessera.training.train_state import init_state, state_specs
+from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.pipelined_model import schedule_of
+from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.train_state import init_state, state_specs
+from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models.pipeline_stages import split_of
 
 STEPS, MICROBATCHES, ROWS, LENGTH = 3, 2, 8, 16
 CONFIG = DecoderConfig(

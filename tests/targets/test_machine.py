@@ -6,8 +6,8 @@ import tomllib
 
 import pytest
 
-from tessera.config_files import configs_dir
 from tessera.errors import TargetError
+from tessera.foundations.config_files import configs_dir
 from tessera.targets.machine import machine, machine_names, machine_of_kind
 
 NAMED = ("a100", "h100", "h200", "b200", "gb200", "gb200_nvl72")

@@ -26,9 +26,9 @@ from tessera.analysis.timeline.transfers import (
     Transfer,
 )
 from tessera.mesh import Mesh
-from tessera.scope import FALLBACK, TAKEN
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
+from tessera.tracing.scope import FALLBACK, TAKEN
 
 _HOST_MEMORY: Final = ":S(5)"  # in a layout
 _COPIES: Final = ("copy-start", "slice-start", "dynamic-slice-start")

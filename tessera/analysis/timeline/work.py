@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tessera.analysis.hlo import Computation, Instruction, Module, Shape
-from tessera.scope import VISITS
+from tessera.tracing.scope import VISITS
 
 # Operations that only name values, or that the compiler gives no code.
 FREE: Final = frozenset(

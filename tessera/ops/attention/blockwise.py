@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tessera import _jax
+from tessera.jax_compat import jaxprs
 from tessera.ops.attention.tiling import Rows, Tiling
-from tessera.scope import TAKEN
+from tessera.tracing.scope import TAKEN
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -380,7 +380,7 @@ def varying_as(like: Array, value: Array) -> Array:
 
     JAX (``check_vma``) demands this of the initial state of a loop.
     """
-    return _jax.varying_over(value, _jax.varying_axes(like))
+    return jaxprs.varying_over(value, jaxprs.varying_axes(like))
 
 
 def all_varying(axis: str, *values: Any) -> list[Any]:
@@ -392,9 +392,9 @@ def all_varying(axis: str, *values: Any) -> list[Any]:
 def varying_alike(*values: Any) -> list[Any]:
     """Values marked as varying over every axis that any of them varies over."""
     axes = frozenset[str]().union(
-        *(_jax.varying_axes(x) for x in values if x is not None)
+        *(jaxprs.varying_axes(x) for x in values if x is not None)
     )
-    return [None if x is None else _jax.varying_over(x, axes) for x in values]
+    return [None if x is None else jaxprs.varying_over(x, axes) for x in values]
 
 
 def zeros_like(x: Array) -> Array:

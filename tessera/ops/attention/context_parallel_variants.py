@@ -19,7 +19,6 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from tessera import casts, scope
 from tessera.ops.attention.all_to_all import AllToAll
 from tessera.ops.attention.context_parallel_residuals import KeyExchange, Residuals
 from tessera.ops.attention.halo import Gather, Halo
@@ -27,6 +26,7 @@ from tessera.ops.attention.ring import Ring
 from tessera.ops.attention.zigzag import ContextSharding
 from tessera.ops.operand_layouts import map_free_axes
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
+from tessera.tracing import casts, scope
 
 ContextVariant: TypeAlias = AllToAll | KeyExchange
 Method: TypeAlias = Literal["ring", "all_to_all"]

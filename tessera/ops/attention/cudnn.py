@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera._jax_cudnn import PACKS_GROUPED_HEADS, packed_attention
+from tessera.jax_compat.cudnn import PACKS_GROUPED_HEADS, packed_attention
 from tessera.ops.attention import xla
 from tessera.ops.attention.blockwise import varying_as
 from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.attention.packed_rows import Segments
-from tessera.scope import FALLBACK
+from tessera.tracing.scope import FALLBACK
 
 # Attention needs Ampere, heads wider than 128 need Hopper.
 _AMPERE, _HOPPER = (8, 0), (9, 0)

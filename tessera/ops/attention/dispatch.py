@@ -36,9 +36,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 import jax
 from jax import Array
 
-from tessera import scope
-from tessera._jax_workarounds import CorrectJit
 from tessera.errors import ImplementationError, did_you_mean
+from tessera.jax_compat.workarounds import CorrectJit
+from tessera.tracing import scope
 
 Name: TypeAlias = Literal["cudnn", "pallas", "splash", "xla", "reference"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera._jax_traces import checks_varying_axes
+from tessera.jax_compat.traces import checks_varying_axes
 from tessera.ops.attention.dispatch import Device, Operands, Options
 
 _WIDEST = 256

@@ -28,10 +28,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask_info as mask_infos,
 )
 
-from tessera._jax_traces import checks_varying_axes
+from tessera.jax_compat.traces import checks_varying_axes
 from tessera.ops.attention.dispatch import Device, Operands, Options, split_reason
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
-from tessera.scope import VISITS
+from tessera.tracing.scope import VISITS
 
 LANES = 128  # of a vector register: what the sizes of blocks are multiples of
 # The largest block of queries and of keys. Twice as many rows do not fit into the

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from tessera import scope
 from tessera.ops.attention.blockwise import (
     Keys,
     Mask,
@@ -34,6 +33,7 @@ from tessera.ops.attention.tiling import (
     Tiling,
 )
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
+from tessera.tracing import scope
 
 
 def unsupported_reason(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tessera.ops.attention.blockwise import sum_dtype, varying_as
-from tessera.scope import FALLBACK, GROUPED
+from tessera.tracing.scope import FALLBACK, GROUPED
 
 BLOCK = 128  # rows
 TURN = 8  # blocks of one turn of the loop

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera import scope
 from tessera.ops.moe.blocks import in_blocks
 from tessera.ops.moe.experts import (
     Weights,
@@ -30,6 +29,7 @@ from tessera.ops.moe.experts import (
     num_devices,
 )
 from tessera.ops.moe.routing import Routes, RoutingOptions
+from tessera.tracing import scope
 
 
 def dropless(

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
-from tessera import scope
-from tessera.device_grid import DATA_AXES
 from tessera.errors import OperandError, UnknownAxisError, did_you_mean
+from tessera.foundations.device_grid import DATA_AXES
 from tessera.mesh import Mesh, manual_axes
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
@@ -15,6 +14,7 @@ from tessera.ops.moe.routing import RouterStatistics, RoutingOptions
 from tessera.ops.operand_checks import check_activations, check_positive
 from tessera.ops.operand_layouts import as_array, region_mesh
 from tessera.shard import ShardSpec
+from tessera.tracing import scope
 
 
 def moe(

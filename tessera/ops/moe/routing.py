@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera import casts
+from tessera.tracing import casts
 
 
 @dataclass(frozen=True, kw_only=True)

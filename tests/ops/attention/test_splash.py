@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera import _jax, op
+from tessera import op
+from tessera.jax_compat import jaxprs
 from tessera.ops.attention import dispatch, splash
 from tessera.ops.attention.dispatch import Device, Operands, Options, fastest
 from tests.ops.attention.exact import check_as_exact_as_the_reference, drawn
@@ -177,11 +178,11 @@ def step_of_reference(q, k, v):
 def kernels(program):
     """The kernels in a program, but for those that nothing reads."""
     found = []
-    for equation in _jax.equations(program):
+    for equation in jaxprs.equations(program):
         if equation.primitive.name == "pallas_call":
             found += re.findall("fwd|dkv|dq", equation.params["name"])
         elif equation.outvars:
-            inner = [kernels(program) for _, program in _jax.nested(equation)]
+            inner = [kernels(program) for _, program in jaxprs.nested(equation)]
             found += itertools.chain(*inner)
     return sorted(found)
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tessera import scope
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights, reference
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
+from tessera.tracing import scope
 
 B, S, D, E, F = 8, 6, 8, 8, 12
 TOP2 = RoutingOptions(top_k=2)

@@ -15,12 +15,12 @@ import jax
 import pytest
 
 from tessera import function
-from tessera.compiler.compile_stages import Compiled
-from tessera.config_files import configs_dir
+from tessera.foundations.config_files import configs_dir
+from tessera.graph.compile_stages import Compiled
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
-from tessera.training.build_run import Run
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
+from tessera.train.loop.build_run import Run
 
 # ``make test-targets`` sets it. The compilers are not in the environment of the other
 # tests, and are slow; ``optimized``, since the tests' default turns optimizations off.

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from tessera.analysis.flops import count
-from tessera.config_files import configs_dir
+from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
-from tessera.planner.layout import Layout
-from tessera.planner.step_time import StepModel
 from tessera.targets.target import Target
-from tessera.training.build_run import Run
-from tessera.training.command_line import compose
+from tessera.train.config.command_line import compose
+from tessera.train.loop.build_run import Run
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.step_time import StepModel
 from tests.targets.compiled.programs import (
     array,
     compile_without_spills,

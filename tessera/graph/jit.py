@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ts.function``, which is ``ts.jit``: makes a ``Function`` of a Python function."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tessera.annotations import signature_of
+from tessera.errors import ArgumentError
+from tessera.graph.function import Function
+from tessera.graph.jit_options import JitOptions, declared_twice, one_of
+from tessera.graph.pass_runner import is_deterministic
+from tessera.graph.tracer.declared_layouts import Options
+from tessera.mesh import Mesh
+
+__all__ = ["function"]
+
+
+def function(  # noqa: PLR0913 - the options of jax.jit, too
+    body: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    in_specs: Mapping[str, Any] | None = None,
+    out_specs: Any = None,
+    donate: Sequence[str] = (),
+    skip_passes: Collection[str] = (),
+    numerics: str = "fast",
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    keep_unused: bool = False,
+    inline: bool = False,
+    compiler_options: Mapping[str, bool | str] | None = None,
+) -> Any:
+    """Compile a function written for one device for the mesh that it is used on.
+
+    It takes what ``jax.jit`` takes, and the options of both.
+
+    Args:
+      body: The function; leave it out to use the options as a decorator. One that is
+        compiled already keeps its options, where no others are declared.
+      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
+        the arguments live on, or the default device.
+      in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
+        tree of them that is a prefix of the argument. Arguments without one keep the
+        layout that they come with; without that they are replicated.
+      out_specs: Layouts of the result, in the same form. The partitioner decides where
+        none is given.
+      donate: Names of arguments whose memory the results may take over.
+      skip_passes: Names of passes to leave out. Inside another traced function this
+        one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
+      numerics: ``fast``, or ``deterministic``: the results have the same bits on every
+        mesh. Layouts then split only what is stored: every device gathers the inputs,
+        computes the whole function as if alone, and keeps its blocks of the results,
+        which are whole where no layout is declared. So it takes as long as on one
+        device. It does not hold under ``jax.disable_jit``.
+      in_shardings: ``in_specs`` by position, as of ``jax.jit``: a tuple with a
+        ``NamedSharding``, a ``PartitionSpec``, a tree of them or None for each
+        argument, or one for all. The mesh of a ``NamedSharding`` is that to run on.
+      out_shardings: ``out_specs`` in the same form.
+      static_argnums: Positions of arguments that are static as a whole, though there
+        are arrays in them or they are trees: they have a hash, and are compared by it.
+        Other Python values are static anyway.
+      static_argnames: The same by name.
+      donate_argnums: ``donate`` by position.
+      donate_argnames: ``donate``, as ``jax.jit`` calls it.
+      keep_unused: Whether the program takes arguments that it does not use.
+      inline: Whether the function is inlined where ``jax.jit`` traces it; Tessera
+        always does so.
+      compiler_options: Options of XLA for this program, by name.
+
+    Returns:
+      A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
+
+    Raises:
+      ArgumentError: [T301] it is no function, or one that returns before it has run.
+      UnknownPassError: [T307] there is no such pass.
+      SpecFormError: [T204] a layout is declared for an argument that does not exist, or
+        in a form that is none.
+      SettingValueError: [T502] there are no such numerics.
+      SettingConflictError: [T507] two options declare the same in different ways, or
+        numerics are deterministic, and the pass ``compute_whole`` is skipped; or (in
+        the first call) the function divides a computation over a mesh itself.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> @function
+      ... def scaled_sum(x, factor):
+      ...     return jnp.sum(x) * factor
+      >>> print(scaled_sum(jnp.arange(4.0), 2))
+      12.0
+    """
+    if body is None:
+        return functools.partial(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            donate=donate,
+            skip_passes=skip_passes,
+            numerics=numerics,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            keep_unused=keep_unused,
+            inline=inline,
+            compiler_options=compiler_options,
+        )
+    _check_function(body)
+    inner = body if isinstance(body, Function) else None
+    body = body if inner is None else inner.body
+    name = getattr(body, "__name__", type(body).__name__)
+    before = Options(name=name) if inner is None else inner.options
+    declared = JitOptions.of(
+        signature_of(body),
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static=(static_argnums, static_argnames),
+        donated=(donate_argnums, donate_argnames),
+    )
+    if in_shardings is not None and in_specs:
+        raise declared_twice("in_specs", in_specs, in_shardings)
+    specs = dict(in_specs or {}) or declared.in_specs
+    results = one_of("out_specs", out_specs, declared.out_specs)
+    is_laid_out = bool(specs) or declared.in_spec is not None
+    options = replace(
+        before,
+        name=name,
+        mesh=one_of("mesh", mesh, declared.mesh) or before.mesh,
+        in_specs=specs if is_laid_out else before.in_specs,
+        in_spec=declared.in_spec if is_laid_out else before.in_spec,
+        out_specs=before.out_specs if results is None else results,
+        donate=frozenset(donate) | declared.donate | before.donate,
+        is_deterministic=is_deterministic(numerics, skip_passes)
+        or before.is_deterministic,
+        keeps_unused=keep_unused or before.keeps_unused,
+        is_inlined=inline or before.is_inlined,
+        compiler_options=tuple(
+            (dict(before.compiler_options) | dict(compiler_options or {})).items()
+        ),
+    )
+    static = declared.static if inner is None else declared.static | inner.static
+    passes = skip_passes if inner is None else {*skip_passes, *inner.skip_passes}
+    return Function(body, options, tuple(passes), static)
+
+
+def _check_function(body: Any) -> None:
+    """Raise [T301] where there is no function whose calls return its result."""
+    if isinstance(body, (staticmethod, classmethod)) or not callable(body):
+        raise ArgumentError(
+            "what is to be compiled is not a function",
+            got=f"a {type(body).__name__}",
+            fix="give a function; a decorator stands below @staticmethod and "
+            "@classmethod",
+        )
+    if inspect.isgeneratorfunction(body) or inspect.iscoroutinefunction(body):
+        raise ArgumentError(
+            f"{body.__name__!r} returns before its body runs",
+            got="a generator function or a coroutine function",
+            fix="return the arrays, in a list for example",
+        )

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of ``jax.jit``, as those of a function: by the names of arguments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from typing import Any, Final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from tessera.annotations import argument_names
+from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
+from tessera.graph.tracer.leaves import mesh_of_one_device
+from tessera.graph.tracer.static_values import StaticArgument
+from tessera.mesh import Mesh
+from tessera.shard_spec import spec_on
+
+_UNCONSTRAINED: Final = PartitionSpec.UNCONSTRAINED
+_VARIADIC: Final = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class StaticArguments:
+    """The arguments that a function takes as static values, whatever they are.
+
+    Attributes:
+      names: Their names.
+      positions: Their positions, where they have one.
+    """
+
+    names: frozenset[str] = frozenset()
+    positions: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, signature: Signature, argnums: Any, argnames: Any) -> "StaticArguments":
+        """Those that ``static_argnums`` and ``static_argnames`` select.
+
+        Raises:
+          SpecFormError: [T204] there is no such argument.
+        """
+        names = selected(signature, argnums, argnames, "static")
+        count = max([len(signature.parameters), *(i + 1 for i in _listed(argnums))])
+        known = enumerate(argument_names(signature, count))
+        return cls(names, frozenset(i for i, name in known if name in names))
+
+    def __or__(self, other: "StaticArguments") -> "StaticArguments":
+        return StaticArguments(
+            self.names | other.names, self.positions | other.positions
+        )
+
+    def marked(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with the static ones as leaves."""
+        positional = [
+            StaticArgument(value) if index in self.positions else value
+            for index, value in enumerate(args)
+        ]
+        named = {
+            name: StaticArgument(value) if name in self.names else value
+            for name, value in kwargs.items()
+        }
+        return tuple(positional), named
+
+
+NO_ARGUMENTS: Final = StaticArguments()
+
+
+@dataclass(frozen=True)
+class JitOptions:
+    """What the options of ``jax.jit`` declare about a function.
+
+    Attributes:
+      mesh: The mesh of its shardings, if they name one.
+      in_specs: The layouts of its arguments by name.
+      in_spec: The layout of all others.
+      out_specs: The layouts of its result.
+      static: Its static arguments.
+      donate: The names of its donated arguments.
+    """
+
+    mesh: Mesh | None
+    in_specs: dict[str, Any]
+    in_spec: Any
+    out_specs: Any
+    static: StaticArguments
+    donate: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        signature: Signature,
+        *,
+        in_shardings: Any,
+        out_shardings: Any,
+        static: tuple[Any, Any],
+        donated: tuple[Any, Any],
+    ) -> "JitOptions":
+        """The options for a function, ``static`` and ``donated`` by number and name.
+
+        Raises:
+          SpecFormError: [T204] there is no such argument, or no such layout.
+          SettingConflictError: [T507] an argument is static and donated, or shardings
+            are of several meshes.
+        """
+        in_shardings, out_shardings = map(_named, (in_shardings, out_shardings))
+        _check_shardings(in_shardings, "in_shardings")
+        _check_shardings(out_shardings, "out_shardings")
+        mesh = _mesh_of(in_shardings, out_shardings)
+        in_specs, out_specs = (
+            _specs_on(mesh, s) for s in (in_shardings, out_shardings)
+        )
+        held = StaticArguments.of(signature, *static)
+        donate = selected(signature, *donated, "donated")
+        if both := sorted(held.names & donate):
+            raise SettingConflictError(
+                "an argument is both static and donated",
+                got=", ".join(map(repr, both)),
+                fix="donate arguments that are arrays",
+            )
+        by_name: dict[str, Any] = {}
+        if isinstance(in_specs, (tuple, list)) and not _is_layout(in_specs):
+            names = argument_names(signature, len(in_specs))
+            by_name, in_specs = dict(zip(names, in_specs, strict=True)), None
+        return cls(mesh, by_name, in_specs, out_specs, held, donate)
+
+
+def one_of(what: str, first: Any, second: Any) -> Any:
+    """What either of two options declares.
+
+    Raises:
+      SettingConflictError: [T507] both do, and not the same.
+    """
+    if second is None or first == second:
+        return first
+    if first is None:
+        return second
+    raise declared_twice(what, first, second)
+
+
+def declared_twice(what: str, first: Any, second: Any) -> SettingConflictError:
+    """The error for two options that declare the same."""
+    return SettingConflictError(
+        f"{what} is declared in two ways",
+        got=f"{first}, {second}",
+        fix="declare it once, by the options of Tessera or by those of jax.jit",
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, (int, str)) else list(value)
+
+
+def selected(
+    signature: Signature, argnums: Any, argnames: Any, what: str
+) -> frozenset[str]:
+    """The names of arguments by position and by name.
+
+    Args:
+      signature: Of the function.
+      argnums: One position or several; negative ones count from the end.
+      argnames: One name or several.
+      what: What the arguments are declared to be, for messages.
+
+    Raises:
+      SpecFormError: [T204] there is no such argument.
+    """
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    known = [n for n in argument_names(signature, len(kinds)) if "[" not in n]
+    takes_more = Parameter.VAR_POSITIONAL in kinds
+    names = set(_listed(argnames))
+    every = [n for n, p in signature.parameters.items() if p.kind not in _VARIADIC]
+    unknown = sorted(names.difference(every))
+    if unknown and Parameter.VAR_KEYWORD not in kinds:
+        raise SpecFormError(
+            f"there is no argument {unknown[0]!r} to be {what}",
+            fix=did_you_mean(unknown[0], every),
+        )
+    for position in _listed(argnums):
+        index = position + len(known) if position < 0 else position
+        if not 0 <= index < len(known) and not (takes_more and position >= 0):
+            raise SpecFormError(
+                f"there is no argument {position} to be {what}",
+                got=f"arguments {', '.join(known) or 'none'}",
+                fix="give the position or the name of one of them",
+            )
+        names.add(argument_names(signature, index + 1)[index])
+    return frozenset(names)
+
+
+def _named(shardings: Any) -> Any:
+    """Shardings with a mesh of its own for that of one device."""
+
+    def named(sharding: Any) -> Any:
+        if not isinstance(sharding, SingleDeviceSharding):
+            return sharding
+        mesh, kind = mesh_of_one_device(sharding).jax, sharding.memory_kind
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+
+    return jax.tree.map(named, shardings, is_leaf=_is_layout)
+
+
+def _check_shardings(shardings: Any, what: str) -> None:
+    for sharding in jax.tree.leaves(shardings, is_leaf=_is_layout):
+        spec = getattr(sharding, "spec", sharding)
+        if isinstance(spec, PartitionSpec) and _UNCONSTRAINED in spec.partitions:
+            raise SpecFormError(
+                f"{what} has a dim that is unconstrained",
+                got=repr(sharding),
+                fix="leave the whole layout out, and constrain the array inside: "
+                "jax.lax.with_sharding_constraint",
+            )
+        if sharding is None or isinstance(sharding, PartitionSpec):
+            continue
+        is_named = isinstance(sharding, NamedSharding)
+        if not is_named or sharding.memory_kind not in (None, "device"):
+            raise SpecFormError(
+                f"{what} takes shardings of a mesh or of one device",
+                got=repr(sharding),
+                fix="give a NamedSharding, a PartitionSpec or a SingleDeviceSharding, "
+                "and pass an array of another layout where it lies",
+            )
+
+
+def _mesh_of(*shardings: Any) -> Mesh | None:
+    """The first mesh of some checked shardings that has axes for all of them."""
+    leaves = jax.tree.leaves(shardings, is_leaf=_is_layout)
+    named = [leaf for leaf in leaves if isinstance(leaf, NamedSharding)]
+    meshes = list(dict.fromkeys(Mesh.of(sharding.mesh) for sharding in named))
+    for mesh in meshes:
+        if None not in [spec_on(s.spec, Mesh.of(s.mesh), mesh) for s in named]:
+            return mesh
+    if not meshes:
+        return None
+    raise SettingConflictError(
+        "in_shardings and out_shardings are of several meshes",
+        got=", ".join(
+            f"{mesh.topology} of devices {mesh.device_ids}" for mesh in meshes
+        ),
+        fix="lay all of them out on one mesh",
+    )
+
+
+def _specs_on(mesh: Mesh | None, shardings: Any) -> Any:
+    """The specs in a tree of shardings, by the axes of one mesh."""
+
+    def spec(sharding: Any) -> Any:
+        if mesh is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        return spec_on(sharding.spec, Mesh.of(sharding.mesh), mesh)
+
+    return jax.tree.map(spec, shardings, is_leaf=_is_layout)
+
+
+def _is_layout(node: Any) -> bool:
+    return node is None or isinstance(node, (PartitionSpec, jax.sharding.Sharding))

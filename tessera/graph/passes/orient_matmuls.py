@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrite weight-gradient matmuls in the form that XLA's CPU compiler runs fast."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+
+from tessera.graph import rewriting
+from tessera.graph.ir import Graph
+from tessera.graph.lifetimes import Lifetimes, called
+from tessera.jax_compat import jaxprs
+
+Dims: TypeAlias = tuple[int, ...]
+
+# With fewer multiplications, one more operation costs more than the form saves.
+_WORTH_IT: Final = 1 << 22
+
+
+def orient_matmuls(graph: Graph) -> Graph:
+    """Contract the last dims of left operands, on CPU. Numerics: reordered.
+
+    The product is the same; its sums may be made in another order. XLA's CPU compiler
+    hands a matmul to its fast kernels where the left operand's last dims are
+    contracted. In a weight gradient those are the first dims of both operands, and JAX
+    writes it the other way around, followed by a transpose, which the compiler runs as
+    a slow loop. This pass transposes the smaller operand first and makes it the left
+    one; the transpose that follows goes where the result is then in its order.
+    Optimization barriers keep the compiler from merging the transposes into the matmul
+    again. Dims are not merged, so each keeps its layout over the mesh.
+
+    The compiler transposes an activation as soon as it has it, in the forward pass. If
+    the backward pass needs the activation itself too, both would be in memory; then the
+    cotangent is transposed, which does not live long.
+
+    Before:  g = dot_general[contract B,T of both] dy:[B,T,F] x:[B,T,D]    [F, D]
+             w = transpose g                                               [D, F]
+    After:   a = optimization_barrier (transpose x)                        [D, B, T]
+             w = dot_general[contract B,T of both] a dy                    [D, F]
+    """
+    if graph.platform != "cpu":
+        return graph
+    plans = {id(p.equation): p for p in _plans(graph.program, holds_inputs=True)}
+    if not plans:
+        return graph
+    exchanged = {
+        id(plan.transpose) for plan in plans.values() if plan.transpose is not None
+    }
+
+    def is_planned(equation: jaxprs.Equation) -> bool:
+        return id(equation) in plans or id(equation) in exchanged
+
+    def apply(equation: jaxprs.Equation, operands: Sequence[Any]) -> list[Any]:
+        if id(equation) in exchanged:
+            return [operands[0]]  # The matmul gave it as it is to be.
+        return [plans[id(equation)].product(*operands)]
+
+    return graph.with_program(rewriting.rewrite(graph.program, is_planned, apply))
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """One side of a matmul, its dims by what becomes of them."""
+
+    atom: Any
+    batch: Dims
+    contracted: Dims
+
+    @property
+    def shape(self) -> Dims:
+        return self.atom.aval.shape
+
+    @property
+    def free(self) -> Dims:
+        taken = {*self.batch, *self.contracted}
+        return tuple(dim for dim in range(len(self.shape)) if dim not in taken)
+
+    def size(self, dims: Dims) -> int:
+        """Of some of its dims together."""
+        return math.prod(self.shape[dim] for dim in dims)
+
+    @property
+    def contracts_first(self) -> bool:
+        """Whether the contracted dims come before the free ones."""
+        return max(self.contracted) < min(self.free)
+
+    @property
+    def contracts_last(self) -> bool:
+        """Whether they come after them."""
+        return min(self.contracted) > max(self.free)
+
+    @property
+    def cost(self) -> tuple[bool, int]:
+        """Of transposing it; one of mixed dims is transposed in any case."""
+        return self.contracts_first, self.size(self.free)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A matmul to be written another way.
+
+    Attributes:
+      equation: The matmul.
+      left: The operand whose free dims come first in what is wanted.
+      right: The other one.
+      transpose: The transpose that wants them in the other order than the matmul has.
+      keeps_smaller: Whether the larger operand is to be transposed.
+    """
+
+    equation: jaxprs.Equation
+    left: _Operand
+    right: _Operand
+    transpose: jaxprs.Equation | None
+    keeps_smaller: bool = False
+
+    @property
+    def smaller(self) -> _Operand:
+        """The operand that is cheaper to transpose."""
+        return self.left if self.left.cost <= self.right.cost else self.right
+
+    @property
+    def number(self) -> int:
+        """Which operand of the equation the smaller one is."""
+        return 0 if self.smaller.atom is self.equation.invars[0] else 1
+
+    def activations(self, lifetimes: Lifetimes) -> Iterator[tuple[int, Any, Any]]:
+        """For each call, which operand is the activation, this, and the cotangent."""
+        for first, second in lifetimes.operands(self.equation):
+            is_older = lifetimes.made(first) < lifetimes.made(second)
+            # JAX writes the cotangent first. What is rematerialized is made after it.
+            if self.transpose is None and is_older:
+                yield 0, first, second
+            else:
+                yield 1, second, first
+
+    def product(self, first: Any, second: Any) -> Any:
+        """The product of the equation's operands, in the order that is wanted."""
+        left, right = (self.left, first), (self.right, second)
+        if self.transpose is not None:
+            left, right = (self.left, second), (self.right, first)
+        with jaxprs.source_context(self.equation):
+            if (self.smaller is self.left) != self.keeps_smaller:
+                return self._product(*left, *right)
+            transposed = lax.optimization_barrier(self._product(*right, *left))
+            batch, firsts = len(self.left.batch), len(self.right.free)
+            return lax.transpose(transposed, _exchange(batch, firsts, transposed.ndim))
+
+    def _product(self, left: _Operand, a: Any, right: _Operand, b: Any) -> Any:
+        """Of ``a``, transposed to have its contracted dims last, and ``b``."""
+        order = (*left.batch, *left.free, *left.contracted)
+        transposed = lax.optimization_barrier(lax.transpose(a, order))
+        batch = len(left.batch)
+        last = range(batch + len(left.free), transposed.ndim)
+        numbers = (
+            (tuple(last), right.contracted),
+            (tuple(range(batch)), right.batch),
+        )
+        params = dict(self.equation.params, dimension_numbers=numbers)
+        return jaxprs.bind(self.equation, [transposed, b], params)[0]
+
+
+def _plans(program: jaxprs.Program, *, holds_inputs: bool = False) -> Iterator[_Plan]:
+    """The matmuls that contract neither operand's last dims, nested ones too."""
+    for inner in _bodies(program):
+        yield from _plans(inner)
+    # A program that is called twice has one plan for each of its matmuls.
+    programs = rewriting.programs_from(program, _called)
+    found = {id(plan.equation): plan for each in programs for plan in _own_plans(each)}
+    if not found:
+        return
+    transposed = {(key, plan.number) for key, plan in found.items()}
+    lifetimes = Lifetimes(program, transposed, holds_inputs=holds_inputs)
+    made = [
+        lifetimes.made(cotangent)
+        for plan in found.values()
+        for *_, cotangent in plan.activations(lifetimes)
+    ]
+    for plan in found.values():
+        is_kept = _is_kept(plan, lifetimes, backward=min(made, default=-1))
+        yield replace(plan, keeps_smaller=is_kept)
+
+
+def _is_kept(plan: _Plan, lifetimes: Lifetimes, backward: int) -> bool:
+    """Whether the smaller operand is an activation that is needed untransposed too.
+
+    Args:
+      plan: The plan.
+      lifetimes: Of the values of the program.
+      backward: When the first cotangent is made.
+    """
+    if not plan.left.contracts_first or not plan.right.contracts_first:
+        return False  # the compiler transposes that one anyway
+    for number, activation, cotangent in plan.activations(lifetimes):
+        is_of_forward = lifetimes.made(activation) < backward
+        since = backward if is_of_forward else lifetimes.made(cotangent)
+        if number == plan.number and lifetimes.needed(activation) > since:
+            return True
+    return False
+
+
+def _bodies(program: jaxprs.Program) -> Iterator[jaxprs.Program]:
+    """The bodies of loops and branches in a program, and in those that it calls."""
+    for each in rewriting.programs_from(program, _called):
+        for equation in jaxprs.equations(each):
+            if called(equation) is None:
+                yield from jaxprs.inner_programs(equation)
+
+
+def _called(equation: jaxprs.Equation) -> list[jaxprs.Program]:
+    inner = called(equation)
+    return [] if inner is None else [inner]
+
+
+def _own_plans(program: jaxprs.Program) -> Iterator[_Plan]:
+    """The plans of a program without those that it calls."""
+    equations = jaxprs.equations(program)
+    read = rewriting.use_counts(program)
+    transposes = {
+        equation.invars[0]: equation
+        for equation in equations
+        if equation.primitive.name == "transpose" and read[equation.invars[0]] == 1
+    }
+    for equation in equations:
+        if equation.primitive.name == "dot_general":
+            plan = _plan(equation, transposes.get(equation.outvars[0]))
+            if plan is not None:
+                yield plan
+
+
+def _plan(equation: jaxprs.Equation, transpose: jaxprs.Equation | None) -> _Plan | None:
+    (contracted, batch) = equation.params["dimension_numbers"]
+    first, second = (
+        _Operand(atom, tuple(b), tuple(c))
+        for atom, b, c in zip(equation.invars, batch, contracted, strict=True)
+    )
+    if not all(side.contracted and side.free for side in (first, second)):
+        return None
+    if (
+        first.contracts_last
+        or second.contracts_last
+        or math.prod(first.shape) * second.size(second.free) < _WORTH_IT
+        or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+    ):
+        return None
+    free = len(first.batch), len(first.free), equation.outvars[0].aval.ndim
+    if transpose is None or tuple(transpose.params["permutation"]) != _exchange(*free):
+        return _Plan(equation, first, second, None)
+    return _Plan(equation, second, first, transpose)
+
+
+def _exchange(batch: int, first: int, rank: int) -> Dims:
+    """The permutation that puts the free dims of the second operand first."""
+    firsts = range(batch, batch + first)
+    return (*range(batch), *range(batch + first, rank), *firsts)

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implements ``graph.pipeline``: a function whose stages run on different devices.
+
+The function is written for one batch, as a chain of stages. In a step it runs in
+microbatches, in the order of a schedule, together with the backward of the loss that
+``graph.backward`` or ``ts.grad`` differentiates.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera.annotations import argument_names, signature_of
+from tessera.errors import (
+    NoMeshError,
+    PipelineFormError,
+    PipelineSizeError,
+    SettingConflictError,
+    UndecidedRoleError,
+    WriteBackError,
+    did_you_mean,
+)
+from tessera.foundations.tree import is_childless, partition
+from tessera.graph.pipelining.named_schedules import schedule as schedule_of
+from tessera.graph.pipelining.pipeline_call import SplitCall, bind_unsplit
+from tessera.graph.pipelining.pipeline_primitive import (
+    Decision,
+    PipelineCall,
+    struct_of,
+)
+from tessera.graph.pipelining.schedule_table import Schedule
+from tessera.graph.pipelining.split_stages import stage_end_p
+from tessera.graph.step import Stage, Step
+from tessera.graph.tracer.arguments import as_names, is_in
+from tessera.graph.tracer.declared_layouts import Options, is_number
+from tessera.graph.zero_layouts import split_further
+from tessera.mesh import Mesh
+from tessera.shard import ShardSpec
+from tessera.tracing import scope
+
+
+def pipeline(
+    stages: Sequence[Stage],
+    *,
+    mesh: Mesh | None = None,
+    axis: str = "pp",
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    batch: str | Collection[str] | None = None,
+) -> Callable[[Callable[..., Any]], Step]:
+    """Run a chain of stages as a pipeline over a mesh axis.
+
+    Parameters are sharded over the axis, and sent to the device of their stage once in
+    a step. The mesh's other axes work inside the stages as they do outside. Arguments
+    that have a row for each example are split into microbatches, and each microbatch
+    over ``dp``; others, and what the function closes over, are replicated to every
+    stage that reads them.
+
+    ``batch`` declares which arguments have rows. Without it, it is those computed from
+    the step's arguments and not from its weights alone: one argument, or several of the
+    same length, if the stages can be proven row-wise independent.
+
+    Args:
+      stages: The stages in order, made by ``graph.stage``: as many as the axis has
+        devices, or, for ``interleaved``, a multiple.
+      mesh: The mesh; by default that of the step.
+      axis: The mesh axis whose devices are the pipeline.
+      schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``, or a table of
+        your own.
+      microbatches: Equal parts of a batch. By default those of
+        ``schedule.pipeline_microbatches``, or else as many as there are stages.
+      batch: The function's arguments that have a row for each example along their
+        leading dim, by name, or paths of arrays inside of them: ``inputs/tokens``.
+
+    Returns:
+      A decorator. The function calls each stage once, in order, and returns arrays that
+      have a row for each row of the batch. It is called in a step, or by itself.
+
+    Raises:
+      UnknownAxisError: [T103] the mesh has no such axis.
+      PipelineSizeError: [T311] stages, devices and schedule do not fit.
+      PipelineFormError: [T312] (when traced) the function is no chain of the stages, or
+        its loss cannot be computed microbatch by microbatch.
+      UndecidedRoleError: [T324] ``batch`` names no argument; (when traced) nothing
+        decides which arguments have rows.
+      BatchSizeError: [T503] (when traced) a batch is not divided by the microbatches.
+
+    Warns:
+      TesseraWarning: (when traced) a stage mixes the rows of its microbatch.
+
+    Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
+    """
+    names = tuple(map(_name, stages))
+    rows = None if batch is None else frozenset(as_names(batch))
+    config = _PipelineConfig(names, axis, schedule, microbatches, batch=rows)
+    if mesh is not None:
+        config.check(mesh, names)
+
+    def decorate(body: Callable[..., Any]) -> Step:
+        @functools.wraps(body)
+        def piped(*args: Any, **kwargs: Any) -> Any:
+            return config.call(body, mesh, args, kwargs)
+
+        name = getattr(body, "__name__", "pipeline")
+        options = Options(
+            name=name, mesh=mesh, split_batch=True, batch=rows or frozenset()
+        )
+        return Step(piped, options)
+
+    return decorate
+
+
+def _name(stage: Stage) -> str:
+    if isinstance(stage, Stage):
+        return stage.options.name
+    raise PipelineFormError(
+        "a stage of a pipeline is made by graph.stage",
+        got=f"{stage!r}",
+        fix='write @graph.stage("name") above the function',
+    )
+
+
+class PipelineOfArguments:
+    """A function whose weights are arguments, as a pipeline of the stages it calls."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        axis: str,
+        *,
+        batch: frozenset[str] | None,
+        weights: frozenset[str],
+    ) -> None:
+        functools.update_wrapper(self, body)
+        self._body, self._axis = body, axis
+        self._batch, self._weights = batch, weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result.
+
+        Raises:
+          PipelineFormError: [T312] it is no chain of stages.
+          PipelineSizeError: [T311] it has not as many stages as the axis has devices.
+          UndecidedRoleError: [T324] nothing decides which arguments have rows.
+        """
+        config = _PipelineConfig(
+            None,
+            self._axis,
+            "1f1b",
+            None,
+            self._batch,
+            self._weights,
+            how_to_declare="ts.distribute('pipeline_parallel', batch=[...])",
+        )
+        return config.call(scope.resolve_callee(self._body), None, args, kwargs)
+
+
+def _stages_called(function: "_ArrayFunction", here: scope.Scope) -> tuple[str, ...]:
+    """The names of the stages that a function calls, in order; inner ones left out."""
+    called: list[str] = []
+    before, depth, end = here.snapshot(), len(here.path), here.stage_end
+
+    def note(name: str, results: Any) -> Any:
+        if len(here.path) == depth + 1:
+            called.append(name)
+        return results
+
+    here.stage_end = note
+    try:
+        jax.eval_shape(function, *(struct_of(array, None) for array in function.arrays))
+    finally:
+        here.stage_end = end
+        here.restore(before)
+    return tuple(called)
+
+
+@dataclass(frozen=True)
+class _PipelineConfig:
+    """The arguments of ``pipeline``.
+
+    Attributes:
+      stages: Its stages by name; None for those that the function calls.
+      batch: Arguments that have rows, all others being replicated; None if undeclared.
+      weights: Arguments that are replicated.
+      how_to_declare: How a user declares which arguments have rows.
+    """
+
+    stages: tuple[str, ...] | None
+    axis: str
+    schedule: str | Schedule
+    microbatches: int | None
+    batch: frozenset[str] | None = None
+    weights: frozenset[str] = frozenset()
+    how_to_declare: str = "graph.pipeline(..., batch=[...])"
+
+    def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
+        """Virtual stages for each device; raises [T103] and [T311]."""
+        size, count = mesh.axis_size(self.axis), len(stages)
+        is_interleaved = self.schedule == "interleaved" or (
+            isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
+        )
+        if count == size or (is_interleaved and count and count % size == 0):
+            return count // size
+        raise PipelineSizeError(
+            f"the stages of a pipeline do not fit the devices of axis {self.axis!r}",
+            got=f"{count} stages, {size} devices",
+            fix=f"use {size} stages, or a multiple of {size} with "
+            "schedule='interleaved', or another mesh",
+        )
+
+    def call(
+        self, body: Callable[..., Any], mesh: Mesh | None, args: Any, kwargs: Any
+    ) -> Any:
+        """Trace the function for one microbatch, and bind the pipeline primitive."""
+        here = scope.current()
+        assert here is not None, "a step is being traced"
+        if here.plan.rounds_alike:
+            raise SettingConflictError(
+                "a pipeline divides a function over a mesh, and with deterministic "
+                "numerics every device computes all of it",
+                got=f"pipeline {getattr(body, '__name__', 'pipeline')!r}",
+                fix="call the stages without a pipeline, or leave numerics fast",
+            )
+        mesh = mesh or here.mesh
+        if mesh is None:
+            raise NoMeshError(
+                "a pipeline needs a mesh",
+                fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
+            )
+        function = _ArrayFunction(body, args, kwargs)
+        number = len(here.pipelined)
+        here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
+        stages = self.stages
+        if stages is None:
+            stages = _stages_called(function, here)
+        decision = here.batch_arguments.get(number)
+        by_row = self._declared(function) if decision is None else decision.by_row
+        call = PipelineCall(
+            number=number,
+            name=getattr(body, "__name__", "pipeline"),
+            schedule=self._schedule(mesh, self.check(mesh, stages), here),
+            mesh=mesh,
+            axis=self.axis,
+            paths=function.paths,
+            by_row=by_row,
+            how_to_declare=self.how_to_declare,
+        )
+        with self._tracing_stages(here, mesh, stages):
+            if here.is_whole_batch and None not in by_row:
+                rows = decision or Decision(tuple(map(bool, by_row)))
+                results = SplitCall(function, call, rows, stages, here).bind()
+            else:
+                results = bind_unsplit(function, call)
+        return jax.tree.unflatten(function.results, results)
+
+    def _declared(self, function: "_ArrayFunction") -> tuple[bool | None, ...]:
+        """Which arguments have rows, as far as the user declares it."""
+
+        def known(path: str, array: Any) -> bool | None:
+            if array.ndim and self.batch is not None:
+                return is_in(path, self.batch)
+            return False if not array.ndim or is_in(path, self.weights) else None
+
+        pairs = zip(function.paths, function.arrays, strict=True)
+        by_row = tuple(known(path, array) for path, array in pairs)
+        for name in self.batch or ():
+            pairs = zip(function.paths, by_row, strict=True)
+            has_rows = any(row and is_in(path, (name,)) for path, row in pairs)
+            if not has_rows and not any(is_in(p, (name,)) for p in function.empty):
+                raise _no_argument(name, function.paths)
+        if not any(row is not False for row in by_row):
+            raise PipelineFormError(
+                "a pipeline has no batch to split into microbatches",
+                got="arguments "
+                + ", ".join(str(jax.typeof(a)) for a in function.arrays),
+                fix="pass an array whose leading dim counts the rows of the batch",
+            )
+        return by_row
+
+    def _schedule(self, mesh: Mesh, chunks: int, here: scope.Scope) -> Schedule:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        size = mesh.axis_size(self.axis)
+        count = self.microbatches or here.plan.microbatches or size
+        is_chunked = self.schedule == "interleaved"
+        return schedule_of(self.schedule, size, count, chunks if is_chunked else None)
+
+    @contextmanager
+    def _tracing_stages(
+        self, here: scope.Scope, mesh: Mesh, names: Sequence[str]
+    ) -> Iterator[None]:
+        """Let stages mark their ends, and parameters be sharded over the axis."""
+
+        def end(name: str, results: Any) -> Any:
+            if name not in names:
+                return results
+            leaves, tree = jax.tree.flatten(results)
+            ended = stage_end_p.bind(*leaves, stage=names.index(name))
+            return jax.tree.unflatten(tree, ended)
+
+        def stored(shape: tuple[int, ...], layout: ShardSpec | None) -> ShardSpec:
+            spec = (layout or ShardSpec.replicated()).resolve(shape, mesh)
+            spec = split_further(spec, shape, mesh, self.axis)
+            return ShardSpec(tuple(range(len(spec))), tuple(spec))
+
+        before = (here.stage_end, here.stored, here.mesh)
+        here.stage_end, here.stored, here.mesh = end, stored, mesh
+        try:
+            yield
+        finally:
+            here.stage_end, here.stored, here.mesh = before
+
+
+class _ArrayFunction:
+    """A function with its arguments, as a function of the arrays among them.
+
+    Attributes:
+      arrays: These arrays.
+      paths: Their paths in the arguments.
+      empty: The paths of what else is there, such as None.
+      results: The tree of the results of its last call.
+    """
+
+    def __init__(
+        self, body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._body = body
+        names = argument_names(signature_of(body), len(args))
+        arguments = (tuple(args), dict(kwargs))
+        arrays, self._rest = partition(arguments, is_number)
+        self.arrays = list(map(jnp.asarray, arrays))
+        nodes, _ = jax.tree_util.tree_flatten_with_path(arguments, is_childless)
+        self.paths = tuple(_path(names, path) for path, x in nodes if is_number(x))
+        others = [path for path, x in nodes if len(path) > 1 and not is_number(x)]
+        self.empty = [_path(names, path) for path in others]
+        self.results: Any = None
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        args, kwargs = self._rest.combine(arrays)
+        before = jax.tree.leaves((args, kwargs))
+        results, self.results = jax.tree.flatten(self._body(*args, **kwargs))
+        now, tree = jax.tree.flatten((args, kwargs))
+        if tree != self._rest.structure or not all(map(operator.is_, now, before)):
+            raise self._changed(now, arrays)
+        return [jnp.asarray(leaf) for leaf in results]
+
+    def _changed(self, now: Sequence[Any], arrays: Sequence[Any]) -> WriteBackError:
+        count, statics = self._rest.structure.num_leaves, self._rest.statics
+        indices = [i for i in range(count) if i not in statics]
+        known = zip(self.paths, indices, arrays, strict=True)
+        names = [path for path, i, x in known if i >= len(now) or now[i] is not x]
+        name = getattr(self._body, "__name__", "pipeline")
+        return WriteBackError(
+            f"the pipelined function {name!r} changes its arguments, which cannot be "
+            "given back",
+            got=f"another value of {names[0]!r}" if names else "another tree of them",
+            fix="in a stage of a pipeline return what is new",
+        )
+
+
+def _path(names: Sequence[str], path: tuple[Any, ...]) -> str:
+    """The name of an array of the arguments, from its path in ``(args, kwargs)``."""
+    kind, first, *inner = path
+    label = names[first.idx] if kind.idx == 0 else first.key
+    rest = jax.tree_util.keystr(tuple(inner), simple=True, separator="/")
+    return f"{label}/{rest}" if rest else label
+
+
+def _no_argument(name: str, names: Sequence[str]) -> UndecidedRoleError:
+    return UndecidedRoleError(
+        f"a pipeline has no array {name!r} among its arguments to take for its batch",
+        fix=did_you_mean(name, names),
+    )

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allocates the slots of a pipeline's ring buffers, from the table of a schedule.
+
+Each device has up to three ring buffers of equal slots. A slot is occupied from the
+tick of its write to that of its last read and is then free for the next value: the
+linear scan of register allocation (Poletto and Sarkar 1999), which is optimal here.
+"""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tessera.graph.pipelining.schedule_table import Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The sizes of three ring buffers, and the slot read or written in each tick.
+
+    The input buffer stores inputs of virtual stages, from the tick in which they arrive
+    to their B. The cotangent buffer stores gradients of outputs from their arrival to
+    the B. The weight buffer stores the residuals of a B for its W.
+
+    Every table is int32 [ticks, stages] and read-only; -1 where nothing is written or
+    read. The first virtual stage reads the microbatch itself and has no input slot, the
+    last one begins the gradient itself and has no cotangent slot. Within a tick what
+    arrived is written first, then F, B and W follow.
+
+    Args:
+      stash_slots: Slots of the input buffer.
+      cotangent_slots: Slots of the cotangent buffer.
+      weight_slots: Slots of the weight buffer; 0 where the backward is not split.
+      receive_forward: Input slot for what the device before sent in the last tick.
+      receive_backward: Cotangent slot for what the device after sent in the last tick.
+      forward_slot: Input slot that this tick's F reads.
+      backward_slot: Input slot that this tick's B reads.
+      cotangent_slot: Cotangent slot that this tick's B reads.
+      keep_slot: Weight slot that this tick's B writes.
+      weight_slot: Weight slot that this tick's W reads.
+
+    Example:
+      >>> from tessera.graph.pipelining import schedule
+      >>> slots = schedule("1f1b", stages=3, microbatches=64).slots
+      >>> slots.stash_slots, slots.cotangent_slots, slots.weight_slots
+      (3, 1, 0)
+      >>> slots.receive_forward[:4].tolist()
+      [[-1, -1, -1], [-1, 0, -1], [-1, 1, 0], [-1, 2, 0]]
+    """
+
+    stash_slots: int
+    cotangent_slots: int
+    weight_slots: int
+    receive_forward: np.ndarray
+    receive_backward: np.ndarray
+    forward_slot: np.ndarray
+    backward_slot: np.ndarray
+    cotangent_slot: np.ndarray
+    keep_slot: np.ndarray
+    weight_slot: np.ndarray
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """The tables by name."""
+        return {n: value for n, value in vars(self).items() if np.ndim(value)}
+
+
+def allocate(schedule: "Schedule") -> Slots:
+    """The ring buffers of a legal schedule, as small as possible."""
+    stages, last = schedule.stages, schedule.virtual_stages - 1
+    kinds: tuple[Kind, ...] = ("F", "B", "W")
+    when = {kind: _ticks_of(schedule, kind) for kind in kinds}
+    stage = np.broadcast_to(np.arange(last + 1), when["B"].shape)
+
+    arrives = np.roll(when["F"], 1, axis=1) + 1
+    inputs, stash_slots = _assign_slots(arrives, when["B"], stage > 0, stages)
+    returns = np.roll(when["B"], -1, axis=1) + 1
+    cotangents, cotangent_slots = _assign_slots(
+        returns, when["B"], stage < last, stages
+    )
+    split = np.full(stage.shape, schedule.splits_backward)
+    residuals, weight_slots = _assign_slots(when["B"], when["W"], split, stages)
+
+    def table(ticks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        result = np.full((schedule.ticks, stages), -1, np.int32)
+        used = slots >= 0
+        result[ticks[used], stage[used] % stages] = slots[used]
+        result.flags.writeable = False
+        return result
+
+    return Slots(
+        stash_slots=stash_slots,
+        cotangent_slots=cotangent_slots,
+        weight_slots=weight_slots,
+        receive_forward=table(arrives, inputs),
+        receive_backward=table(returns, cotangents),
+        forward_slot=table(when["F"], inputs),
+        backward_slot=table(when["B"], inputs),
+        cotangent_slot=table(when["B"], cotangents),
+        keep_slot=table(when["B"], residuals),
+        weight_slot=table(when["W"], residuals),
+    )
+
+
+def _ticks_of(schedule: "Schedule", kind: "Kind") -> np.ndarray:
+    """int64 [microbatches, virtual stages]: the tick of each op of a kind, or -1."""
+    ticks = np.full((schedule.microbatches, schedule.virtual_stages), -1)
+    microbatch, chunk = np.moveaxis(schedule.table(kind), -1, 0)
+    tick, device = np.nonzero(microbatch >= 0)
+    stage = chunk[tick, device] * schedule.stages + device
+    ticks[microbatch[tick, device], stage] = tick
+    return ticks
+
+
+def _assign_slots(
+    start: np.ndarray, end: np.ndarray, is_stored: np.ndarray, stages: int
+) -> tuple[np.ndarray, int]:
+    """A slot for each lifetime, and how many slots one device needs.
+
+    Args:
+      start: int [microbatches, virtual stages], tick of the write.
+      end: The same, tick of the last read; the slot is free from the next tick on.
+      is_stored: bool of that shape.
+      stages: Devices, each with slots of its own.
+    """
+    slots = np.full(start.shape, -1)
+    num_slots = 0
+    for device in range(stages):
+        microbatch, chunk = np.nonzero(is_stored[:, device::stages])
+        stage = chunk * stages + device
+        order = np.argsort(start[microbatch, stage], kind="stable")
+        free: list[int] = []
+        occupied: list[tuple[int, int]] = []
+        count = 0
+        for m, k in zip(microbatch[order], stage[order], strict=True):
+            while occupied and occupied[0][0] < start[m, k]:
+                heappush(free, heappop(occupied)[1])
+            if not free:
+                heappush(free, count)
+                count += 1
+            slots[m, k] = heappop(free)
+            heappush(occupied, (int(end[m, k]), int(slots[m, k])))
+        num_slots = max(num_slots, count)
+    return slots, num_slots

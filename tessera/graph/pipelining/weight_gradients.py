@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits a stage's backward: the gradient of its input, then those of its weights.
+
+The stage before waits for the gradient of this stage's input; no stage waits for those
+of its weights. Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) compute the
+first at once and the second when a device would stand idle. To JAX both are one
+program:
+
+    backward      for each layer:           h, a = layer(w, h)        the forward, again
+                  for each layer, back:     g = g · wᵀ,   dw = aᵀ · g
+
+It is split by its outputs (``partial_evaluation.py``):
+
+    known         for each layer:           h, a = layer(w, h)
+                  for each layer, back:     g = g · wᵀ
+                                                        residuals: every a, every g
+    unknown       for each layer, back:     dw = aᵀ · g
+
+The split needs no help from the stage: what it consists of, and what it rematerializes,
+does not matter. Calls (``jit``, custom derivatives, remat) are inlined first, in the
+bodies of loops too.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tessera.foundations.primitive_properties import CALLS
+from tessera.foundations.tree import Tree
+from tessera.graph.pipelining.partial_evaluation import (
+    RESIDUAL,
+    SplitProgram,
+    split_outputs,
+)
+from tessera.graph.rewriting import (
+    at_line_of,
+    bind_with_nested,
+    interpret,
+    variables,
+)
+from tessera.jax_compat import jaxprs
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """A stage's backward in two parts.
+
+    Attributes:
+      residuals: Shape and dtype of each array that ``weight_gradients`` takes from
+        ``input_gradients``.
+    """
+
+    residuals: tuple[jax.ShapeDtypeStruct, ...]
+    _programs: SplitProgram
+    _constants: tuple[Any, ...]
+    _weights: Tree
+    _h: Tree
+    _aux: Any
+
+    def input_gradients(
+        self, weights: Tree, h: Tree, cotangent: Tree, *more: Tree
+    ) -> tuple[Tree, list[jax.Array], Tree]:
+        """The gradient of the stage's input, and the residuals.
+
+        Returns:
+          The gradient, a tree like ``h``; arrays like ``residuals``; and what the
+          function returns beside ``out``.
+        """
+        arguments = (weights, more, h, _traceable(cotangent), self._constants)
+        outputs = _evaluate(self._programs.known, jax.tree.leaves(arguments))
+        count = len(outputs) - len(self.residuals)
+        rest = iter(outputs[:count])
+        gradients = _fill(self._h, rest)
+        return gradients, outputs[count:], jax.tree.unflatten(self._aux, rest)
+
+    def weight_gradients(
+        self, residuals: Sequence[jax.Array], weights: Tree, *more: Tree
+    ) -> Tree:
+        """The gradients of the stage's weights.
+
+        Args:
+          residuals: What ``input_gradients`` returned.
+          weights: As there.
+          *more: As there.
+
+        Returns:
+          A tree like ``weights``.
+        """
+        shared = jax.tree.leaves((weights, more, self._constants))
+        gradients = _evaluate(
+            self._programs.unknown, [*residuals, *shared], repeats_effects=True
+        )
+        return _fill(self._weights, iter(gradients))
+
+
+def split_backward(
+    function: Callable[..., Tree],
+    weights: Tree,
+    h: Tree,
+    cotangent: Tree,
+    *more: Tree,
+) -> SplitBackward:
+    """Split the backward of a stage.
+
+    Nothing is computed: the arguments are arrays, tracers or ``jax.ShapeDtypeStruct``.
+    In an SPMD region, call it while the region's body is being traced, since a program
+    that was traced elsewhere is one for another mesh.
+
+    Args:
+      function: ``(weights, h, *more) -> (out, aux)``; ``aux`` has no gradient. Both
+        parts take the tracers that it closes over from the trace that they are called
+        in, as any closure does.
+      weights: A tree of arrays, the gradients of which may wait.
+      h: The stage's input, a tree of arrays. Leaves that are no floats get gradients of
+        dtype ``float0``, as in ``jax.vjp``.
+      cotangent: A tree like ``out``.
+      *more: Side inputs, which get no gradients.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def stage(w, h):
+      ...     return jnp.tanh(h @ w), None
+      >>> w, h, g = jnp.ones((4, 4)), jnp.ones((2, 4)), jnp.ones((2, 4))
+      >>> split = split_backward(stage, w, h, g)
+      >>> [r.shape for r in split.residuals]
+      [(2, 4), (2, 4)]
+      >>> dh, residuals, _ = split.input_gradients(w, h, g)
+      >>> split.weight_gradients(residuals, w).shape
+      (4, 4)
+    """
+    aux_tree: list[Any] = []
+
+    def backward(weights: Tree, more: Tree, h: Tree, cotangent: Tree) -> list[Any]:
+        def of_inputs(weights: Tree, h: Tree) -> Tree:
+            return function(weights, h, *more)
+
+        out, pull, aux = jax.vjp(of_inputs, weights, h, has_aux=True)
+        gradients = pull(jax.tree.map(_cotangent_of, out, cotangent))
+        leaves = jax.tree.leaves(gradients)
+        beside, tree = jax.tree.flatten(aux)
+        aux_tree.append(tree)
+        return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0] + beside
+
+    arguments = (weights, more, h, _traceable(cotangent))
+    weights, more, h, cotangent = jax.tree.map(_struct, arguments)
+    traced = jax.make_jaxpr(backward)(weights, more, h, cotangent)
+    program, constants = jaxprs.lift_constants(traced)
+    program = jaxprs.without_dead_code(_inlined(program), keep_inputs=True)
+
+    num_unknown = sum(map(_is_differentiable, jax.tree.leaves(weights)))
+    is_known = [i >= num_unknown for i in range(len(jaxprs.outputs(program)))]
+    is_shared = [True] * len(jax.tree.leaves((weights, more)))
+    is_shared += [False] * len(jax.tree.leaves((h, cotangent)))
+    is_shared += [True] * len(constants)
+    split = split_outputs(program, is_known, is_shared)
+    residuals = tuple(
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in jaxprs.inputs(split.unknown)[: split.num_residuals]
+    )
+    return SplitBackward(residuals, split, tuple(constants), weights, h, aux_tree[-1])
+
+
+# --- trees of arrays
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _traceable(cotangent: Tree) -> Tree:
+    """A cotangent that can be traced: without ``float0``, which is no array to JAX."""
+
+    def one(leaf: Any) -> Any:
+        is_void = leaf.dtype == jax.dtypes.float0
+        return np.zeros(leaf.shape, bool) if is_void else leaf
+
+    return jax.tree.map(one, cotangent)
+
+
+def _cotangent_of(result: Any, cotangent: Any) -> Any:
+    if _is_differentiable(result):
+        return cotangent
+    return np.zeros(result.shape, jax.dtypes.float0)
+
+
+def _struct(value: Any) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value
+    return jaxprs.struct(jax.typeof(value))
+
+
+def _fill(like: Tree, gradients: Iterable[jax.Array]) -> Tree:
+    """A tree of gradients, ``float0`` for what has none."""
+    rest = iter(gradients)
+
+    def one(leaf: Any) -> Any:
+        if _is_differentiable(leaf):
+            return next(rest)
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+
+    return jax.tree.map(one, like)
+
+
+# --- calls
+
+
+def _inlined(program: jaxprs.Program) -> jaxprs.Program:
+    """A program with its calls replaced by what they call, in bodies of scans too."""
+
+    def run(*values: Any) -> list[Any]:
+        return _interpret(program, values)
+
+    return jaxprs.retrace(run, program)
+
+
+def _evaluate(
+    program: jaxprs.Program, values: Sequence[Any], *, repeats_effects: bool = False
+) -> list[jax.Array]:
+    """A program's outputs; what it does for its effects alone may be a repetition."""
+    outputs = _interpret(program, values, repeats_effects=repeats_effects)
+    pairs = zip(outputs, jaxprs.outputs(program), strict=True)
+    return [jnp.asarray(value, atom.aval.dtype) for value, atom in pairs]
+
+
+def _interpret(
+    program: jaxprs.Program,
+    values: Sequence[Any],
+    call: jaxprs.Equation = None,
+    *,
+    repeats_effects: bool = False,
+) -> list[Any]:
+    nested = partial(_interpret, repeats_effects=repeats_effects)
+    read = _read_by_some(program) if repeats_effects else frozenset[Any]()
+
+    def apply(equation: jaxprs.Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        is_for_effects = equation.effects and read.isdisjoint(equation.outvars)
+        if repeats_effects and is_for_effects:
+            return [None] * len(equation.outvars)
+        equation = at_line_of(call, equation)
+        if _is_call(equation):
+            (inner,) = jaxprs.inner_programs(equation)
+            with jaxprs.source_context(equation):
+                if _is_recomputation(equation):
+                    # Or XLA would find that the forward has these values.
+                    operands = lax.optimization_barrier(operands)
+                return nested(inner, operands, equation)
+        if equation.primitive.name == "scan":
+            return bind_with_nested(equation, operands, nested)
+        if equation.params.get("name") == RESIDUAL:
+            return operands
+        return jaxprs.bind(equation, operands)
+
+    return interpret(program, values, apply)
+
+
+def _read_by_some(program: jaxprs.Program) -> frozenset[Any]:
+    """The variables that a program's equations read, and its outputs."""
+    atoms = [atom for e in jaxprs.equations(program) for atom in e.invars]
+    atoms += jaxprs.outputs(program)
+    return frozenset(variables(atoms))
+
+
+def _is_recomputation(equation: jaxprs.Equation) -> bool:
+    params = equation.params
+    return bool(params.get("differentiated") and params.get("prevent_cse"))
+
+
+def _is_call(equation: jaxprs.Equation) -> bool:
+    """Whether an equation only names a program; a jit with layouts says more."""
+    params = equation.params
+    layouts = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    declared = any(isinstance(layout, jax.sharding.Sharding) for layout in layouts)
+    return equation.primitive.name in CALLS and not declared

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each stage of a program says of its arguments and result."""
+
+from typing import Any
+
+import jax
+
+from tessera.graph.tracer.arguments import Call
+from tessera.graph.tracer.tracer import Trace
+from tessera.jax_compat import jaxprs
+
+
+class OfArguments:
+    """The attributes that ``Traced``, ``Lowered`` and ``Compiled`` share.
+
+    They are those of ``jax.stages``; a static value stands for itself.
+    """
+
+    def traced_as(self) -> tuple[Call, Trace]:
+        """The call that was traced, and what it became."""
+        raise NotImplementedError
+
+    @property
+    def fun_name(self) -> str:
+        """The name of the function."""
+        _, origin = self.traced_as()
+        return origin.graph.name
+
+    @property
+    def in_avals(self) -> Any:
+        """``(args, kwargs)``, with the type of each array."""
+        call, _ = self.traced_as()
+        return call.rebuilt([jax.typeof(leaf.aval) for leaf in call.leaves])
+
+    @property
+    def args_info(self) -> Any:
+        """``(args, kwargs)`` with a ``jax.stages.ArgInfo`` for each array."""
+        call, origin = self.traced_as()
+        return call.rebuilt(
+            [
+                jax.stages.ArgInfo(
+                    jaxprs.struct(leaf.aval), argument.name in origin.donated
+                )
+                for argument in call.arguments
+                for leaf in argument.leaves
+            ]
+        )
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """The donated arrays, by their number among the leaves of the arguments."""
+        infos = enumerate(jax.tree.leaves(self.args_info))
+        return tuple(i for i, info in infos if getattr(info, "donated", False))
+
+    @property
+    def in_tree(self) -> Any:
+        """The tree of ``(args, kwargs)``."""
+        return jax.tree.structure(self.in_avals)
+
+    @property
+    def out_info(self) -> Any:
+        """The result, with a ``jax.ShapeDtypeStruct`` for each array.
+
+        It has the layout of an array for which one is declared.
+        """
+        _, origin = self.traced_as()
+        graph, found = origin.graph, list[Any]()
+        for value in graph.outputs:
+            struct, sharding = jaxprs.struct(value.aval), graph.sharding(value)
+            is_known = sharding is not None and not graph.is_padded(value)
+            found.append(struct.update(sharding=sharding) if is_known else struct)
+        return origin.unflatten(found)
+
+    @property
+    def out_tree(self) -> Any:
+        """The tree of the result."""
+        return jax.tree.structure(self.out_info)

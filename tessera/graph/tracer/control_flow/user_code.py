@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell the user's code from libraries, and list the names that it uses.
+
+Only the user's functions are converted, and only their code can name the variables and
+objects that a branch may change. Libraries are left alone.
+"""
+
+import functools
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import jax
+
+from tessera.graph.tracer.control_flow.active_conversion import current
+from tessera.jax_compat import jaxprs
+
+_JITTED: Any = type(jax.jit(len))
+_LIBRARIES = tuple(
+    {
+        sysconfig.get_path(name)
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
+
+
+def is_user_function(function: FunctionType) -> bool:
+    """Whether a function is the user's, and not a library's."""
+    return is_user_code(function.__code__, {"__name__": function.__module__})
+
+
+def is_user_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether code is the user's, by its file and its module's global variables."""
+    package = (variables.get("__name__") or "").partition(".")[0]
+    if jaxprs.is_library_code(code.co_filename) or package == "tessera":
+        return False
+    is_library = code.co_filename.startswith(_LIBRARIES)
+    return _is_converted_package(package) or not is_library
+
+
+def is_user_module(name: object) -> bool:
+    """Whether the name of a module is that of one of the user's.
+
+    Classes of extension modules may have anything as their ``__module__``.
+    """
+    if not isinstance(name, str):
+        return False
+    package = name.partition(".")[0]
+    if package in sys.stdlib_module_names or package == "tessera":
+        return name == "__main__"
+    if _is_converted_package(package):
+        return True
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not (jaxprs.is_library_code(path) or path.startswith(_LIBRARIES))
+
+
+def _is_converted_package(package: str) -> bool:
+    conversion = current()
+    return conversion is not None and bool(package) and package == conversion.package
+
+
+def target_of(function: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
+    """The user's function that a call runs, and what it is bound to."""
+    bound: tuple[Any, ...] = ()
+    if isinstance(function, _JITTED):  # in a trace it is that function all the same
+        function = function.__wrapped__
+    if not isinstance(function, (FunctionType, MethodType, type)):
+        own_call = inspect.getattr_static(type(function), "__call__", None)
+        if isinstance(own_call, FunctionType):
+            function, bound = own_call, (function,)
+    elif isinstance(function, MethodType):
+        function, bound = function.__func__, (function.__self__,)
+    if isinstance(function, FunctionType) and is_user_function(function):
+        return function, bound
+    return None, ()
+
+
+def free_variables(function: FunctionType) -> Iterator[tuple[str, CellType]]:
+    """The variables that a function closes over, by the names that it has for them."""
+    cells: tuple[CellType, ...] = function.__closure__ or ()
+    yield from zip(function.__code__.co_freevars, cells, strict=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Globals and attributes that some code names, nested functions included.
+
+    Text is taken for names too: ``getattr(model, "scale")`` names an attribute.
+    """
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            found.add(constant)
+    return frozenset(found)
+
+
+def prints(function: Any, seen: set[int] | None = None) -> bool:
+    """Whether a function calls ``print``, or one of those that it calls by name."""
+    seen = set() if seen is None else seen
+    function = getattr(function, "body", function)
+    if isinstance(function, functools.partial):
+        function = function.func
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None and prints(wrapped, seen):
+        return True
+    target, _ = target_of(function)
+    if target is None or id(target) in seen:
+        return False
+    seen.add(id(target))
+    names = names_in(target.__code__)
+    known = target.__globals__
+    if "print" in names and known.get("print", print) is print:
+        return True
+    called = [known[name] for name in names if name in known]
+    for _, cell in free_variables(target):
+        try:
+            called.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    for value in called:
+        if isinstance(value, ModuleType):
+            there = [vars(value).get(name) for name in names]
+            if any(
+                prints(each, seen) for each in there if isinstance(each, FunctionType)
+            ):
+                return True
+        elif callable(value) and prints(value, seen):
+            return True
+    return False
+
+
+def line_of(error: BaseException) -> tuple[str, str]:
+    """``file.py:12`` of the user's line that an error is from, and its text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not jaxprs.is_library_code(frame.filename)]
+    if not users:
+        return "an unknown line", ""
+    return f"{users[-1].filename}:{users[-1].lineno}", users[-1].line or ""
+
+
+def user_line() -> str:
+    """``file.py:12`` of the user's line that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not jaxprs.is_library_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"

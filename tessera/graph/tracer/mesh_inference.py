@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Infers the mesh of a call from its arrays and from what the function declares."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from jax.sharding import Mesh as JaxMesh
+
+from tessera.errors import MeshConflictError
+from tessera.graph.ir import Graph, Role
+from tessera.graph.tracer.declared_layouts import Options
+from tessera.graph.tracer.leaves import ONE_DEVICE, Leaf, mesh_here
+from tessera.jax_compat import jaxprs
+from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
+
+# The name of its owner for messages, and the mesh.
+Owned: TypeAlias = tuple[str, Mesh | None]
+
+
+def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | None:
+    """The mesh that a call runs on: a declared one, else the one its arrays live on.
+
+    Arrays may live on several meshes of the same devices, if one of them, or the
+    declared one, has axes for all of their layouts.
+
+    Args:
+      leaves: The arrays.
+      declared: Meshes that functions declare, with what messages call them.
+
+    Raises:
+      MeshConflictError: [T308] there is more than one.
+    """
+    found: dict[Mesh, list[str]] = {}
+    for name, mesh in declared:
+        if mesh is not None:
+            found.setdefault(mesh, []).append(name)
+    for leaf in leaves:
+        if leaf.layout is not None:
+            found.setdefault(leaf.layout[0], []).append(leaf.name)
+    places = {mesh.device_ids for mesh in found if mesh.axes != (ONE_DEVICE,)}
+    found = {
+        mesh: names
+        for mesh, names in found.items()
+        if mesh.axes != (ONE_DEVICE,) or mesh.device_ids not in places
+    }
+    if len(found) > 1:
+        owned = {mesh for _, mesh in declared if mesh is not None}
+        for mesh in found if not owned else owned if len(owned) == 1 else ():
+            if all(leaf.is_on(mesh) for leaf in leaves):
+                return mesh
+        raise MeshConflictError(
+            "the inputs of one step live on different meshes",
+            got="\n".join(
+                f"{mesh.topology} of devices {mesh.device_ids}"
+                + (", Explicit axes" if mesh.explicit_axes else "")
+                + f": {', '.join(names)}"
+                for mesh, names in found.items()
+            ),
+            fix="put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))"
+            + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in found) else ""),
+        )
+    return next(iter(found), None)
+
+
+def captured_leaves(graph: Graph) -> list[Leaf]:
+    """The arrays that the function closes over."""
+    names = [value.name for value in graph.inputs if value.role is Role.CAPTURED]
+    return list(map(Leaf, names, graph.captured))
+
+
+def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
+    """Meshes used in a trace, with names for messages.
+
+    Args:
+      graph: The function, as it was traced: its SPMD regions.
+      inner: Meshes of the functions that it calls.
+    """
+    used = list(inner)
+    is_known = graph.mesh or used or any(leaf.layout for leaf in captured_leaves(graph))
+    regions = set() if is_known else _meshes_of_regions(graph.program)
+    # Several grids of the same devices are the user's business; none is the step's.
+    if len(regions) == 1:
+        used.append(("a shard_map", Mesh.of(regions.pop())))
+    return used
+
+
+def _meshes_of_regions(program: jaxprs.Program) -> set[JaxMesh]:
+    meshes: set[JaxMesh] = set()
+    for equation in jaxprs.equations(program):
+        sharding = equation.params.get("sharding")
+        for mesh in (equation.params.get("mesh"), getattr(sharding, "mesh", None)):
+            if isinstance(mesh, JaxMesh):
+                meshes.add(mesh)
+        for inner in jaxprs.inner_programs(equation):
+            meshes |= _meshes_of_regions(inner)
+    return meshes
+
+
+def mesh_of(options: Options) -> Mesh | None:
+    """The mesh that is declared, or that of ``with mesh:`` around a call.
+
+    One of JAX is for those who declare layouts. The mesh that is open around an SPMD
+    region is none for the blocks inside it.
+    """
+    if options.mesh is not None:
+        return mesh_here(options.mesh)
+    if manual_axes():
+        return None
+    ambient = jaxprs.ambient_mesh() if options.declares_layouts else None
+    return opened_or_none() or (None if ambient is None else Mesh.of(ambient))

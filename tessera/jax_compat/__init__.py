@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only door to JAX's private interfaces, and to what differs between its versions.
+
+jaxprs, traces                  programs, and the traces that make them
+lines                           source lines, the user's and a library's
+linearization                   differentiates repeated equations once
+dispatch, processes, mlir       calls of compiled programs, processes, modules
+target_devices, cudnn           devices that are not here, kernels of cuDNN
+workarounds                     faults of JAX that are avoided, and until when
+"""

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects the checkpoint that a run resumes from (``training.resume``).
+
+Every byte of the newest one is read and compared with its manifest. If they differ, it
+is renamed to ``<step>.damaged``, with a warning in capitals, and the one before it is
+tried.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from tessera import errors
+from tessera.errors import CheckpointNotFoundError, OutputPathError, TesseraError
+from tessera.train.checkpoints.checkpoint_folder import (
+    Checkpoint,
+    checkpoints_in,
+    complete_steps,
+    damaged_checkpoints,
+    is_complete,
+    quarantine,
+    read_checkpoint,
+)
+from tessera.train.checkpoints.manifest import LAST
+from tessera.train.checkpoints.metadata import Metadata, read_metadata
+from tessera.train.checkpoints.restore_arrays import Restoration
+from tessera.train.data import Corpus
+from tessera.train.files.bounded_yaml import parse_yaml
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.run_folder import CHECKPOINTS, check_inside
+
+NONE: Final = "none"
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run starts from.
+
+    Attributes:
+      output_dir: The folder of the run.
+      checkpoint: What it resumes from; None starts at step 0.
+      warnings: Warnings for the log.
+    """
+
+    output_dir: Path
+    checkpoint: Checkpoint | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        """The folder of the checkpoints that the run writes."""
+        return self.output_dir / CHECKPOINTS
+
+    @property
+    def own_step(self) -> int | None:
+        """The step to resume from, if its checkpoint is in the run's own folder."""
+        if self.checkpoint is None:
+            return None
+        # Resolved, because the path may contain symbolic links.
+        if self.checkpoint.path.parent.resolve() != self.root.resolve():
+            return None
+        return self.checkpoint.metadata.step
+
+    def check(self, run: Run, corpus: Corpus, config: str) -> list[str]:
+        """Check that a run can resume from the checkpoint, before compiling anything.
+
+        Args:
+          run: The run.
+          corpus: Its data.
+          config: Its configuration, YAML.
+
+        Returns:
+          Lines for the log.
+
+        Raises:
+          CheckpointMismatchError: [T802] the checkpoint holds other arrays.
+          DataChangedError: [T803] the run that saved it was reading other data.
+          OutputPathError: [T504] an evaluation would write into that run.
+        """
+        if self.checkpoint is None:
+            return []
+        metadata, training = self.checkpoint.metadata, run.config.training
+        restoration = Restoration(metadata, run)
+        restoration.check()
+        cursor = restoration.cursor(corpus)
+        if training.eval_only:
+            if self.own_step is not None:
+                raise OutputPathError(
+                    "an evaluation does not write into the run that it evaluates",
+                    got=f"{self.output_dir}",
+                    fix="leave out hydra.run.dir, or name another folder",
+                )
+            return [f"evaluating {self.checkpoint.path}", *restoration.notes()]
+        lines = [f"resuming from {self.checkpoint.path}, at row {cursor.rows:,}"]
+        if changed := list(changed_settings(metadata.config, config)):
+            lines.append("changed settings: " + "; ".join(changed))
+        if metadata.step >= training.steps:
+            lines.append(
+                f"all {training.steps} steps are done; raise training.steps to continue"
+            )
+        return lines + restoration.notes()
+
+
+def choose_start(resume: str, output_dir: Path, attempt: int) -> Choice:
+    """Like ``choose``; a run that was restarted prefers its own checkpoints.
+
+    Args:
+      resume: As for ``choose``.
+      output_dir: As for ``choose``.
+      attempt: How many times the launcher has restarted the run.
+
+    Raises:
+      TesseraError: [T504], [T801], [T802] as ``choose`` does.
+    """
+    own = choose(AUTO, output_dir) if attempt else None
+    return own if own and own.checkpoint else choose(resume, output_dir)
+
+
+def choose(resume: str, output_dir: Path) -> Choice:
+    """Find the checkpoint that ``training.resume`` names, and verify its checksums.
+
+    With several processes, the first one searches, and all use what it found.
+
+    Args:
+      resume: ``none``; ``auto``, the newest one in ``output_dir`` if there is any; or
+        the folder of a run, of its checkpoints, or of one of them.
+      output_dir: The folder of this run, the same one in every process.
+
+    Raises:
+      CheckpointNotFoundError: [T801] there is none, or all are damaged.
+      CheckpointMismatchError: [T802] a newer Tessera wrote it.
+      OutputPathError: [T504] the run's checkpoints are outside of its folder.
+    """
+    output_dir = output_dir.absolute()
+
+    checkpoint, warnings = _everywhere(partial(_find, resume, output_dir))
+    return Choice(output_dir, checkpoint, warnings)
+
+
+def choose_until(root: Path, most: int) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """Find the newest intact checkpoint of a running run, up to a step.
+
+    With several processes, the first one searches, with the step that it gives.
+
+    Args:
+      root: The folder of the run's checkpoints; damaged ones are renamed.
+      most: The largest step that counts.
+
+    Returns:
+      The checkpoint, or None, and warnings for the log.
+
+    Raises:
+      CheckpointNotFoundError: [T801] the folder cannot be read.
+    """
+    return _everywhere(partial(_find_until, root, most))
+
+
+def changed_settings(before: str, now: str) -> Iterator[str]:
+    """Settings whose values differ between two YAML configurations, as ``a: 1 -> 2``.
+
+    The settings of resuming itself are expected to differ and are left out.
+    """
+    try:
+        old, new = (dict(_flatten(parse_yaml(text))) for text in (before, now))
+    except ValueError:
+        yield "the configuration in the checkpoint is malformed"
+        return
+    for name in sorted(old.keys() | new.keys()):
+        if name.startswith("training.resume") or old.get(name) == new.get(name):
+            continue
+        yield f"{name}: {old.get(name)} -> {new.get(name)}"
+
+
+def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _flatten(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, node
+
+
+def _everywhere(
+    find: Callable[[], tuple[Checkpoint | None, list[str]]],
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """What the first process finds, in every process."""
+
+    def found() -> dict[str, Any]:
+        try:
+            checkpoint, warnings = find()
+        except OSError as error:  # a name that is too long, an unreadable folder
+            raise CheckpointNotFoundError(
+                "cannot find out whether there is a checkpoint",
+                got=f"{error.filename}: {error.strerror}",
+                fix="allow reading there, or name another folder: "
+                "training.resume=<folder>, hydra.run.dir=<folder>",
+            ) from error
+        return {"path": str(checkpoint.path) if checkpoint else "", "notes": warnings}
+
+    result = _broadcast_from_first(found)
+    path = Path(result["path"])
+    checkpoint = Checkpoint(path, _read_metadata(path)) if result["path"] else None
+    return checkpoint, tuple(result["notes"])
+
+
+def _find_until(root: Path, most: int) -> tuple[Checkpoint | None, list[str]]:
+    warnings: list[str] = []
+    return _newest(root, warnings, is_own=True, most=most), warnings
+
+
+def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    warnings: list[str] = []
+    if resume == NONE:
+        return None, warnings
+    if resume == AUTO:
+        check_inside(output_dir)
+        root = output_dir / CHECKPOINTS
+    else:
+        root = Path(resume).absolute()
+        if is_complete(root):
+            checkpoint = read_checkpoint(root)
+            if isinstance(checkpoint, str):
+                raise _no_intact(root, [checkpoint])
+            return checkpoint, warnings
+        root = checkpoints_in(root)
+    # Another run's checkpoints are not renamed: it may be running.
+    is_own = root.resolve() == (output_dir / CHECKPOINTS).resolve()
+    checkpoint = _newest(root, warnings, is_own=is_own)
+    damaged = damaged_checkpoints(root)
+    if checkpoint is None and (damaged or resume != AUTO):
+        raise _no_intact(root, [*warnings, *map(str, damaged)])
+    if checkpoint is None:
+        warnings.append(
+            f"training.resume=auto: there is no checkpoint in {output_dir}, and the "
+            "run starts at step 0; hydra.run.dir=<folder> names the folder to search"
+        )
+    return checkpoint, warnings
+
+
+def _newest(
+    root: Path, warnings: list[str], *, is_own: bool, most: float = math.inf
+) -> Checkpoint | None:
+    """The newest intact checkpoint; damaged ones of this run are quarantined."""
+    for step in (step for step in complete_steps(root) if step <= most):
+        path = root / str(step)
+        checkpoint = read_checkpoint(path)
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
+        try:
+            action = f"was renamed to {quarantine(path).name}" if is_own else "stays"
+        except OSError as error:
+            action = f"cannot be renamed ({error.strerror})"
+        warnings.append(
+            f"THE CHECKPOINT OF STEP {step} IS DAMAGED: {checkpoint}. It {action} and "
+            "does not count; the one before it is tried."
+        )
+    return None
+
+
+def _no_intact(path: Path, damages: list[str]) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"there is no intact checkpoint in {path}",
+        got="\n".join(damages)
+        or ("no complete checkpoint" if path.is_dir() else "no such folder"),
+        fix="name the folder of a run, of its checkpoints or of one checkpoint: "
+        "training.resume=<folder>; or start at step 0: training.resume=none",
+    )
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        return read_metadata(path / LAST)
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFoundError(
+            f"process {jax.process_index()} cannot read the checkpoint that process 0 "
+            "found",
+            got=f"{path}: {getattr(error, 'strerror', error)}",
+            fix="put the run's folder on a file system that all machines share",
+        ) from error
+
+
+def _broadcast_from_first(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The first process's result, or its error, in every process."""
+    if jax.process_count() == 1:
+        return find()
+    result: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            result = find()
+        except TesseraError as error:
+            kind = type(error).__name__
+            result = {"error": [kind, error.what, error.got, error.fix]}
+    content = np.frombuffer(json.dumps(result).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+    content = multihost_utils.broadcast_one_to_all(np.resize(content, size))
+    result = json.loads(np.asarray(content).tobytes())
+    if "error" in result:
+        kind, what, got, fix = result["error"]
+        raise getattr(errors, kind)(what, got=got, fix=fix)
+    return result

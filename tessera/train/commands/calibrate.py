@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure the devices of this machine, and write them as a target to plan for.
+
+tessera calibrate cluster.toml
+tessera calibrate --cpu-devices=8 laptop.toml
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tessera.errors import OutputPathError, TesseraError
+
+_MOST_DEVICES: Final = 2048  # what a process simulates
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write what the command line asks for; the exit code."""
+    parser = ArgumentParser("tessera calibrate", description=__doc__)
+    parser.add_argument("file", help="where to, such as cluster.toml")
+    parser.add_argument(
+        "--cpu-devices", type=_count, metavar="N", help="simulate so many CPU devices"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(f"{_calibrate(Path(options.file), options.cpu_devices)}\n")
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def _count(text: str) -> int:
+    if not 0 < (number := int(text)) <= _MOST_DEVICES:
+        raise ValueError
+    return number
+
+
+def _calibrate(path: Path, cpu_devices: int | None) -> str:
+    """Write the file; what was measured, as text."""
+    if path.suffix != ".toml" or not path.absolute().parent.is_dir():
+        raise OutputPathError(
+            "the target cannot be written",
+            got=f"{str(path)!r}",
+            fix="name a file that ends with .toml, in a folder that is there",
+        )
+    from tessera.train.runtime.devices import prepare_devices
+
+    prepare_devices(cpu_devices or 1, "cpu" if cpu_devices else "auto")
+    from tessera.analysis.flops import format_flops
+    from tessera.analysis.memory import format_bytes
+    from tessera.analysis.tables import format_seconds
+    from tessera.train.planner.calibration import calibrated, measure, write
+
+    found = calibrated(measure(), path.stem)
+    try:
+        write(found, path)
+    except OSError as error:
+        raise OutputPathError(
+            "the target cannot be written",
+            got=f"{str(path)!r}: {error.strerror or error}",
+            fix="name a file in a folder that has room for it",
+        ) from error
+    lines = [f"{path}: {found.sources['flops']}"]
+    for kind, rate in found.flops.items():
+        share = 1.0 if kind == "elementwise" else found.efficiency["matmul"]
+        name = kind if kind == "elementwise" else f"matmuls in {kind}"
+        lines.append(f"  {name}: {format_flops(rate * share)} FLOP/s")
+    lines.append(f"  memory: {format_bytes(found.memory_bandwidth)}/s")
+    for link in found.links:
+        rate, latency = format_bytes(link.rate), format_seconds(link.latency)
+        lines.append(f"  link {link.name}: {rate}/s, {latency} for a message")
+    for name, seconds in found.overhead.items():
+        spent, each = seconds, f"each {name}"
+        if name == "allocation":
+            spent, each = seconds * 2**30, "allocation of a GiB"
+        lines.append(f"  {each}: {format_seconds(spent)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continues prompts with the model of a run, or of a folder of Hugging Face.
+
+tessera generate outputs/mine "def main(" --max-tokens=100 --temperature=0.8
+tessera generate folder "One." "Two." --mesh='[[1,4],[fsdp,tp]]'
+tessera generate folder --chat --system="Be brief." "Who are you?"
+
+The text of one prompt is written as it is generated. Of several prompts, each is a line
+of JSON with its prompt and its text, in the order of the prompts.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tessera.errors import DataNotFoundError, OperandError
+from tessera.train.commands.model_argument import model_parser, open_model, run_command
+
+if TYPE_CHECKING:
+    from tessera.train.data.chat_template import Conversation
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Generate what the command line asks for; the exit code."""
+    return run_command(_parser(), _texts, arguments)
+
+
+def _parser() -> ArgumentParser:
+    parser = model_parser("generate", __doc__)
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="prompt", help="several make a batch")
+    add("--prompts-file", help="a file with one prompt in each line")
+    add("--chat", action="store_true", help="answer prompts by the chat template")
+    add("--system", help="with --chat, a message before each prompt")
+    add("--messages-file", help="with --chat, conversations as lines of JSON")
+    add("--max-tokens", type=int, default=128, help="the most that are added; 128")
+    add("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
+    add("--top-k", type=int, help="sample from the k likeliest tokens")
+    add("--top-p", type=float, help="sample from those with this probability together")
+    add("--seed", type=int, default=0, help="of the samples; 0")
+    add("--stop", action="append", default=[], help="end before this text; repeatable")
+    add("--cache-dtype", choices=("f32", "bf16", "f16"), help="of keys and values")
+    return parser
+
+
+def _prompts(options: Namespace) -> list[str]:
+    prompts = list(options.prompts)
+    if options.prompts_file is not None:
+        prompts += _lines(options.prompts_file)
+    of_chats = options.system, options.messages_file
+    mistakes = {
+        "no prompt": not prompts and options.messages_file is None,
+        "an empty --stop, which every text has": "" in options.stop,
+        "--system or --messages-file without --chat": not options.chat
+        and of_chats != (None, None),
+    }
+    if got := [mistake for mistake, is_made in mistakes.items() if is_made]:
+        raise OperandError(
+            "there is nothing to generate",
+            got="\n".join(got),
+            fix="write a prompt after the model, and stop texts that are not empty; "
+            "use --chat for conversations",
+        )
+    return prompts
+
+
+def _lines(path: str) -> list[str]:
+    """The prompts of a file, one in each line."""
+    try:
+        content = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise DataNotFoundError(
+            "the file of prompts cannot be read",
+            got=f"{path}: {error}",
+            fix="name a UTF-8 file with one prompt in each line",
+        ) from error
+    # Not splitlines, which also ends lines at U+2028 and the like.
+    lines = content.removesuffix("\n").split("\n") if content else []
+    if blank := [number for number, line in enumerate(lines, 1) if not line.strip()]:
+        raise OperandError(
+            "a line of the file of prompts is blank",
+            got=f"{path}: line {', '.join(map(str, blank[:8]))}",
+            fix="remove it, or write a prompt there",
+        )
+    return lines
+
+
+def _conversations(
+    options: Namespace, prompts: list[str]
+) -> "Iterator[tuple[Any, Conversation]]":
+    """Each prompt or its messages, and the conversation that is to be answered."""
+    from tessera.train.data.bad_records import BadRecords
+    from tessera.train.data.chat_template import Conversation
+    from tessera.train.data.data_config import DataConfig
+    from tessera.train.data.files import list_files
+    from tessera.train.data.records import read_records
+
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    for prompt in prompts:
+        yield prompt, Conversation([*system, {"role": "user", "content": prompt}])
+    if (path := options.messages_file) is not None:
+        config = DataConfig(name="text", path=path, messages_key="messages")
+        bad_records = BadRecords()
+        for unit in list_files(path, "jsonl"):
+            for record in read_records(unit, config, bad_records):
+                chat = record.conversation
+                assert chat is not None
+                messages = [*system, *chat.messages]
+                yield chat.messages, chat._replace(messages=messages)
+        if bad_records.ignored:
+            keys = ", ".join(bad_records.ignored)
+            sys.stderr.write(f"not used: keys of the conversations: {keys}\n")
+
+
+def _texts(options: Namespace) -> Iterator[str]:
+    """What is written, in parts."""
+    prompts: list[Any] = _prompts(options)
+    trained, mesh = open_model(options)
+    import jax
+
+    from tessera.train.data.text_stream import TextStream, stream_texts
+    from tessera.train.models.generation import Sampler
+
+    if options.chat:
+        conversations = [*_conversations(options, prompts)]
+        prompts = [prompt for prompt, _ in conversations]
+        chats = [chat for _, chat in conversations]
+        rows, stops = (
+            [*map(trained.encode_chat, chats)],
+            trained.chat_stop_tokens(chats),
+        )
+    else:
+        rows, stops = [*map(trained.encode, prompts)], trained.stop_tokens
+    streams = [TextStream(trained.tokenizer, row, options.stop) for row in rows]
+    sampler = Sampler(
+        trained.model, trained.read(mesh), mesh, cache_dtype=options.cache_dtype
+    )
+    steps = sampler.stream(
+        rows,
+        options.max_tokens,
+        jax.random.key(options.seed),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop_tokens=stops,
+    )
+    texts = [""] * len(rows)
+    for parts in stream_texts(steps, streams, stops):
+        if len(rows) == 1:
+            yield parts[0]
+        texts = [text + part for text, part in zip(texts, parts, strict=True)]
+    if len(rows) == 1:
+        yield "\n"
+        return
+    for prompt, text in zip(prompts, texts, strict=True):
+        line = {"prompt": prompt, "text": text}
+        yield json.dumps(line, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a program in several processes: ``tessera launch --nprocs=4 …``.
+
+``tessera launch`` is the same. No module that the launcher uses imports JAX: the
+process that watches the others uses no device.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from tessera.errors import TesseraError
+from tessera.train.runtime.exit_codes import exit_on_stop_signals
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Launch what the command line asks for; returns the exit code of the whole run."""
+    with exit_on_stop_signals():
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    # Here, because these imports take a while.
+    from tessera.train.runtime.launch_options import make_plan
+    from tessera.train.runtime.launcher import Launcher
+
+    try:
+        plan = make_plan(arguments, os.environ)
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return Launcher(plan, os.environ).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose the mesh and the settings of a run for a machine that need not be here.
+
+tessera plan model=gemma3_4b runtime.target=h100:2x8 training.global_batch_size=512
+tessera plan --verify=0 --json=plan.json --html=plan.html model=gemma3_1b ...
+
+The settings are those of `tessera train`; what they set is not searched.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tessera.errors import OutputPathError, TesseraError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan that the command line asks for; the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        sys.stdout.write(_plan(options))
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "tessera plan",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("words", nargs="*", metavar="setting=value", help="as of tessera train")
+    add(
+        *("--verify", "-v"),
+        type=_count,
+        default=5,
+        metavar="N",
+        help="layouts to compile for the target, 5 by default; 0 for none",
+    )
+    add(
+        "--processes",
+        type=_count,
+        metavar="N",
+        help="compilers side by side; one for each core, up to four",
+    )
+    add("--rows", type=_count, default=10, metavar="N", help="layouts to show")
+    add("--json", type=Path, metavar="FILE", help="write everything here")
+    add("--html", type=Path, metavar="FILE", help="draw time against memory here")
+    return parser
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
+def _plan(options: Namespace) -> str:
+    files = [file for file in (options.json, options.html) if file is not None]
+    for file in files:
+        _check_writable(file)
+    # Here, because it imports JAX: --help and wrong options do not wait for it.
+    from tessera.train.planner.plan_run import plan_run
+    from tessera.train.runtime.devices import prepare_devices
+
+    prepare_devices(1, "cpu")
+    answer = plan_run(
+        options.words,
+        verified=options.verify,
+        processes=options.processes or None,
+        note=lambda text: sys.stderr.write(f"… {text}\n"),
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(answer.as_json(), indent=2) + "\n")
+    if options.html is not None:
+        from tessera.train.planner.pareto_chart import pareto_page
+
+        options.html.write_text(pareto_page(answer), encoding="utf-8")
+    return f"{answer.as_text(options.rows)}\n"
+
+
+def _check_writable(file: Path) -> None:
+    """See before the search that its result can be kept."""
+    if not file.absolute().parent.is_dir() or file.is_dir():
+        raise OutputPathError(
+            "the plan cannot be written",
+            got=f"{str(file)!r}",
+            fix="name a file in a folder that is there",
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Composes a command line with Hydra into a checked ``Config``, or one coded error.
+
+``run_training.py model=tiny training.steps=100`` reads ``configs/config.yaml``, the
+file that each group chooses, then the overrides. JAX, whose import takes seconds, is
+imported only once nothing is wrong with the settings themselves.
+"""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from tessera.errors import (
+    OutputPathError,
+    SettingValueError,
+    TesseraError,
+    UnknownModelError,
+    UnknownOptimizerError,
+    UnknownSettingError,
+    did_you_mean,
+)
+from tessera.errors.untrusted_text import printable
+from tessera.train.config.config import Config
+from tessera.train.config.config_schema import as_text, schema, settings_of, typed
+from tessera.train.config.help_text import usage
+from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.config.overrides import (
+    GROUPS,
+    RUN_DIR,
+    apply,
+    is_choice,
+    parse,
+    refused,
+    unknown_key,
+)
+from tessera.train.config.setting_fields import (
+    as_yaml,
+    collected,
+    joined,
+    raise_all,
+    walk,
+)
+from tessera.train.config.settings_checks import check
+from tessera.train.models.definition import (
+    DECODER,
+    ModelDefinition,
+    definition_of,
+    import_module,
+    registered_model,
+)
+from tessera.train.models.families.config_keys import ignored_keys
+from tessera.train.models.families.published import published_texts
+from tessera.train.models.families.registry import (
+    CONFIG_FILE,
+    family_of,
+    read_config_file,
+)
+
+# What Hydra sees as the file of a model that has none.
+_OWN: Final = "own"
+# The error for a file that a group does not have; T502 for the others.
+_UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A command line, understood.
+
+    Attributes:
+      config: Checked values.
+      text: The same as YAML, resolved: what ``config.yaml`` keeps of the run.
+      output_dir: Where the run writes; nothing is created yet.
+      notes: Lines for the log of the run.
+      published: The text of the files of the folder ``model=<folder>``, by name, that
+        an export of the run needs again.
+      modules: Those of ``--module``, which were imported.
+    """
+
+    config: Config
+    text: str
+    output_dir: Path
+    notes: tuple[str, ...] = ()
+    published: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+
+    @property
+    def flat(self) -> dict[str, str]:
+        """Every setting by its dotted path, as one would write it."""
+        return {path: as_yaml(value) for path, value in walk(yaml.safe_load(self.text))}
+
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """The same without the number of a process: what is alike on every rank."""
+        return {k: v for k, v in self.flat.items() if k != "runtime.process_id"}
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What ``model=`` names.
+
+    Attributes:
+      definition: What kind it is.
+      values: Settings of the group ``model`` that are not defaults, if no file in
+        ``configs/model`` has them.
+      weights: The folder of its weights, if it has them.
+      notes: Lines for the log of the run.
+      published: See ``Composed``.
+    """
+
+    definition: ModelDefinition
+    values: Mapping[str, Any] | None = None
+    weights: str | None = None
+    notes: tuple[str, ...] = ()
+    published: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_from_command_line(
+    run: Callable[[Composed], None],
+    config_dir: Path,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Call ``run`` with what the command line asks for.
+
+    Args:
+      run: The program. A ``TesseraError`` out of it is shown without its traceback.
+      config_dir: The folder of ``config.yaml`` and of the groups.
+      arguments: None takes the process's own.
+
+    Returns:
+      The process's exit code: that of the error, 2 for a mistake of the user, else 0.
+    """
+    composed = read_command_line(config_dir, arguments)
+    return composed if isinstance(composed, int) else run_composed(run, composed)
+
+
+def read_command_line(
+    config_dir: Path, arguments: Sequence[str] | None = None
+) -> Composed | int:
+    """What the command line asks for, or the exit code where there is nothing to run.
+
+    Imports no more of JAX's world than its mistakes take, so a program does it before
+    it imports what it runs with.
+
+    Args:
+      config_dir: The folder of ``config.yaml`` and of the groups.
+      arguments: None takes the process's own.
+    """
+    try:
+        flags = _read_flags(sys.argv[1:] if arguments is None else arguments)
+        for module in flags.module:
+            import_module(module)
+        if flags.multirun and not (flags.help or flags.cfg):
+            return _sweep(flags.overrides, config_dir)
+        composed = compose(flags.overrides, config_dir)
+        composed = replace(composed, modules=tuple(flags.module))
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    if flags.help:
+        sys.stdout.write(usage(composed.config, _files(config_dir)))
+    elif flags.cfg:
+        sys.stdout.write(composed.text)
+    else:
+        return composed
+    return 0
+
+
+def run_composed(run: Callable[[Composed], None], composed: Composed) -> int:
+    """Call ``run``; the process's exit code, with a ``TesseraError`` shown."""
+    try:
+        run(composed)
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
+    """The settings that overrides such as ``model=tiny`` and ``training.steps=5`` give.
+
+    All mistakes that can be seen together come in one error, which has the code of the
+    first of them.
+
+    Raises:
+      UnknownSettingError: [T501] a key does not exist.
+      SettingValueError: [T502] a setting does not take a value, or an override is of a
+        kind that is refused.
+      TesseraError: Any code of ``settings_checks.check``, T403 or T505 for a file
+        that a group does not have, T405 for a model's sizes.
+    """
+    parsed: list[Override] = []
+    errors: list[TesseraError] = []
+    for text in overrides:
+        with collected(errors):
+            parsed.append(parse(text))
+    choices = {o.key_or_group: str(o.value()) for o in parsed if is_choice(o)}
+    files = _files(config_dir)
+    model = _Model(definition_of(DECODER))
+    if (name := choices.get("model", "")) not in files["model"]:
+        model = _own_model(name) or model
+    if model.values is not None:
+        choices["model"] = _OWN
+        files["model"].append(_OWN)
+    raise_all([*errors, *_unknown_files(choices, files)])
+    config = _compose_files(choices, config_dir, model)
+    settings_overrides = [each for each in parsed if not is_choice(each)]
+    errors += _override(config, settings_overrides, model)
+    try:
+        settings, output_dir = _values(config, model)
+    except TesseraError as error:
+        raise joined([*errors, error]) from error
+    errors += [*check(settings), *_check_output(output_dir)]
+    if not errors:
+        from tessera.train.config.layout_checks import layout_problems  # imports JAX
+
+        errors = layout_problems(settings)
+    raise_all(errors)
+    with open_dict(config):
+        del config["hydra"]
+    folder = Path(output_dir)
+    return Composed(settings, as_text(config), folder, model.notes, model.published)
+
+
+def _override(
+    config: DictConfig, overrides: Sequence[Override], model: _Model
+) -> Iterator[TesseraError]:
+    """Change settings of a composed configuration."""
+    # The names of sources are the user's.
+    OmegaConf.set_struct(config.data.sources, False)
+    resumes = [o.value() for o in overrides if o.key_or_group == "training.resume"]
+    if model.weights is not None and all(r in ("none", "auto") for r in resumes):
+        config.training.init_from = model.weights
+    for override in overrides:
+        yield from apply(override, config)
+
+
+def _values(config: DictConfig, model: _Model) -> tuple[Config, str]:
+    """The settings and the output folder, with every reference resolved."""
+    # Nothing is resolved before this, and with it nothing at all.
+    raise_all([*refused(config)])
+    try:
+        if (definition := config.model.definition) != model.definition.name:
+            raise SettingValueError(
+                "model.definition is what model= chooses",
+                got=f"model.definition={definition}",
+                fix=f"write model={definition}",
+            )
+        return settings_of(config), str(config.hydra.run.dir)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise SettingValueError(
+            "a setting has no value",
+            got=str(error).splitlines()[0],
+            fix="give it one, or refer to a setting that has one: ${group.setting}",
+        ) from error
+
+
+def _check_output(folder: str) -> Iterator[TesseraError]:
+    if not folder or "\0" in folder:
+        yield OutputPathError(
+            "the run has no folder to write to",
+            got=f"{RUN_DIR}={folder!r}",
+            fix=f"write {RUN_DIR}=<folder>, or leave it out",
+        )
+
+
+def _own_model(name: str) -> _Model | None:
+    """A folder, which has a slash in its path, or a registered model."""
+    if "/" in name:
+        folder = Path(os.path.expanduser(name))
+        values = read_config_file(folder)
+        config = family_of(values).config(values)
+        sizes = {"name": folder.resolve().name, **asdict(config)}
+        notes = tuple(
+            f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
+            for key in ignored_keys(values)
+        )
+        texts = published_texts(folder)
+        return _Model(definition_of(DECODER), sizes, str(folder), notes, texts)
+    if (definition := registered_model(name)) is None:
+        return None
+    values = {"name": definition.label, "definition": definition.name}
+    return _Model(definition, values)
+
+
+def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
+    """Check the runs of ``--multirun``, then start them; the exit code."""
+    # It imports what starts processes, which one run does not need.
+    from tessera.train.config.sweep import combinations, sweep
+
+    _store_schemas(definition_of(DECODER))
+    for one in combinations([parse(text, is_sweep=True) for text in overrides]):
+        compose(one, config_dir)
+    return sweep(overrides, config_dir)
+
+
+def _compose_files(
+    choices: Mapping[str, str], config_dir: Path, model: _Model
+) -> DictConfig:
+    """``config.yaml`` and the chosen files, merged onto the types of all settings."""
+    _store_schemas(model.definition)
+    if model.values is not None:
+        ConfigStore.instance().store(group="model", name=_OWN, node=model.values)
+    folder = str(config_dir.resolve())
+    try:
+        with hydra.initialize_config_dir(folder, version_base="1.3"):
+            return hydra.compose(
+                "config",
+                [f"{group}='{name}'" for group, name in choices.items()],
+                return_hydra_config=True,
+            )
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, ConfigKeyError):
+            place = str(error).splitlines()[0].partition(":")[0]
+            raise unknown_key(cause, place) from error
+        raise SettingValueError(
+            f"the files of {config_dir} do not make a configuration",
+            got="\n".join(str(error).splitlines()[:4]),
+            fix="correct the file that is named above",
+        ) from error
+
+
+def _store_schemas(definition: ModelDefinition) -> None:
+    """Give Hydra the types of all settings."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_schema(definition))
+    for name, cls in OPTIMIZERS.items():
+        store.store(group="optimizer", name=f"{name}_schema", node=_typed(cls))
+
+
+# Hydra copies what it loads from its store.
+_schema, _typed = cache(schema), cache(typed)
+
+
+def _files(config_dir: Path) -> dict[str, list[str]]:
+    """The names that each group can choose from."""
+    return {
+        group: sorted(file.stem for file in (config_dir / group).glob("*.yaml"))
+        for group in GROUPS
+    }
+
+
+def _unknown_files(
+    choices: Mapping[str, str], files: Mapping[str, Sequence[str]]
+) -> Iterator[TesseraError]:
+    for group, name in choices.items():
+        if name not in files[group]:
+            yield _UNKNOWN.get(group, SettingValueError)(
+                f"there is no {group} {name!r}",
+                got=f"{group}={name}",
+                fix=did_you_mean(name, files[group]),
+            )
+
+
+class _Flags(ArgumentParser):
+    """The flags that are taken, and overrides among them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UnknownSettingError(
+            "unknown flag",
+            got=message,
+            fix="use --help, --cfg job, --module or --multirun, or write settings as "
+            "group.setting=value",
+        )
+
+
+def _read_flags(arguments: Sequence[str]) -> Namespace:
+    parser = _Flags(add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--module", action="append", default=[])
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_intermixed_args(arguments)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of ``--help``: groups, their files, every setting and its meaning.
+
+Hydra's own help shows values alone; here are types and meanings as well.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
+
+from tessera.train.config.config import Config
+from tessera.train.config.setting_fields import Description, as_yaml, describe, find
+from tessera.train.models.decoder.config import DecoderConfig
+
+_HEAD = """\
+Trains a model on a mesh of devices.
+
+usage: python run_training.py [group=file ...] [group.setting=value ...]
+       --help        this text, for the groups chosen beside it
+       --cfg job     the configuration as YAML; nothing is run
+       --multirun    a run for each value of settings that list several: a=1,2
+
+name=<text>              names the folder of the output
+hydra.run.dir=<folder>   puts the output there instead
+
+"""
+
+
+def usage(settings: Config, files: Mapping[str, Sequence[str]]) -> str:
+    """The text of ``--help`` in 80 columns, for the classes that ``settings`` has."""
+    return _HEAD + "\n".join(
+        "".join(_group(group, names, settings)) for group, names in files.items()
+    )
+
+
+def group_settings(
+    group: str, cls: type, model_class: type = DecoderConfig
+) -> Iterator[Description]:
+    """Every setting of a group, under the name that it has on the command line.
+
+    Args:
+      group: The group.
+      cls: Its class.
+      model_class: The class of the model's own configuration, whose settings stand
+        beside the others of the group ``model``.
+    """
+    for one in describe(cls):
+        if (group, one.name) != ("model", "config"):
+            yield one
+    if group == "model":
+        yield from describe(model_class)
+
+
+def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:
+    yield fill(f"{group}={' | '.join(names)}", 80, subsequent_indent="  ") + "\n"
+    cls, model_class = type(getattr(settings, group)), type(settings.model.config)
+    for one in group_settings(group, cls, model_class):
+        name = f"{group}.{one.name}"
+        line = f"  {name}={as_yaml(find(settings, name)[0])}  ({one.type})"
+        yield fill(line, 80, subsequent_indent=" " * 4, break_long_words=False) + "\n"
+        meaning = one.meaning.replace("``", "")
+        yield fill(meaning, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        yield "\n"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a model on its mesh before anything is compiled or written.
+
+It is asked of the modules that lay out arrays, which import JAX. So it comes after
+``settings_checks.py``, once nothing is wrong with the settings themselves.
+"""
+
+from collections.abc import Iterator
+from math import lcm
+from typing import Final
+
+from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError, nearest
+from tessera.graph.pipelining.named_schedules import schedule
+from tessera.mesh import Mesh
+from tessera.targets.target import Target
+from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.config import Config
+from tessera.train.config.setting_fields import collected
+from tessera.train.loop.device_checks import check_fp8
+from tessera.train.models.model import Model, freeze
+from tessera.train.models.partition_rules import Placement
+
+# Entries of a schedule's table, stages times microbatches: some seconds to make.
+_LARGEST_TABLE: Final = 2**18
+
+
+def layout_problems(settings: Config) -> list[TesseraError]:
+    """Every mistake that is seen once a mesh is known; starts no backend.
+
+    T711 and T507 for the target, T402 for heads, T502 for policies of ``remat``, T503
+    for sequences, T311 and T507 for stages. A size of -1 counts as 1.
+
+    Args:
+      settings: Against which ``checks.check`` has nothing.
+    """
+    sizes, axes = settings.model.mesh_shape
+    try:
+        target = target_of(settings)
+        mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
+        if target is not None and settings.training.precision.fp8:
+            check_fp8(mesh)
+        if -1 not in sizes:
+            settings = with_batch_sizes(settings, mesh.shape)
+    except TesseraError as error:
+        return [error]
+    errors = model_problems(settings, mesh)
+    with collected(errors):
+        _check_schedule(settings, mesh)
+    return errors
+
+
+def model_problems(settings: Config, mesh: Mesh) -> list[TesseraError]:
+    """Every reason why a model cannot be laid out on a mesh, but for the schedule.
+
+    Args:
+      settings: Against which ``checks.check`` has nothing.
+      mesh: Their mesh; its devices do not matter.
+    """
+    model, options = settings.model, settings.model_options
+    if errors := list(model.kind.problems(model.config, options, mesh)):
+        return errors
+    try:
+        place = build_model(settings, mesh).place(mesh)
+    except TesseraError as error:
+        return [error]
+    return list(_check_sequences(settings, place))
+
+
+def target_of(settings: Config) -> Target | None:
+    """The machine that the run is compiled for, where it is not this one.
+
+    Raises:
+      TargetError: [T711] there is no such target.
+    """
+    runtime = settings.runtime
+    if runtime.target is None:
+        return None
+    compiler = None if runtime.target_compiler == "native" else runtime.target_compiler
+    return Target.parse(runtime.target, compiler)
+
+
+def build_model(settings: Config, mesh: Mesh) -> Model:
+    """The model of a run, without arrays.
+
+    Raises:
+      SettingValueError: [T502] a pattern of what is trained matches no parameter.
+    """
+    model, training = settings.model, settings.training
+    built = model.kind.build(model.config, settings.model_options, mesh)
+    return freeze(built, training.trainable, training.frozen or ())
+
+
+def _check_schedule(settings: Config, mesh: Mesh) -> None:
+    if "pp" not in mesh.axes:
+        return
+    training = settings.training
+    stages, chunks = mesh.shape["pp"], training.pipeline_chunks
+    microbatches = training.gradient_accumulation_steps
+    check_table_size(stages, microbatches)
+    order = training.pipeline_schedule
+    schedule(order, stages, microbatches, chunks if chunks > 1 else None)
+
+
+def check_table_size(stages: int, microbatches: int) -> None:
+    """Check that the table of a schedule is made in seconds.
+
+    Raises:
+      PipelineSizeError: [T311] it is not.
+    """
+    if stages * microbatches > _LARGEST_TABLE:
+        raise PipelineSizeError(
+            "a schedule of so many stages and microbatches is too large a table",
+            got=f"{stages} stages x {microbatches} microbatches",
+            fix=f"use at most {_LARGEST_TABLE // stages} for "
+            "training.gradient_accumulation_steps",
+        )
+
+
+def _check_sequences(settings: Config, place: Placement) -> Iterator[BatchSizeError]:
+    length, spread = settings.training.sequence_length, place.arrangement
+    model = settings.model
+    parts = {
+        f"model.context_parallel={model.context_parallel} over cp": (
+            spread.size * spread.runs if spread else 1
+        ),
+        "model.sequence_parallel=true over " + " and ".join(place.axes("sequence")): (
+            place.size("sequence") if model.sequence_parallel else 1
+        ),
+    }
+    step = lcm(*parts.values())
+    if length % step:
+        wrong = (f"{n} parts for {what}" for what, n in parts.items() if length % n)
+        near = nearest(range(step, length + step + 1, step), length)
+        yield BatchSizeError(
+            f"sequences cannot be split evenly: {', '.join(wrong)}",
+            got=f"training.sequence_length={length}: {length} / {step} leaves "
+            f"{length % step}",
+            fix=f"use training.sequence_length={near}",
+        )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of settings that exclude each other, or that a run does not read.
+
+Those within the groups ``data`` and ``optimizer`` are beside their classes.
+
+A value other than the default that nothing reads is an error, because its author
+expects an effect. A feature without work to do, such as an axis of size 1, is only a
+note in the log, because one configuration serves machines of all sizes.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeAlias
+
+from tessera.errors import (
+    BatchSizeError,
+    SettingConflictError,
+    SettingValueError,
+    TesseraError,
+    nearest,
+)
+from tessera.train.config.config import (
+    MESH_AXES,
+    Config,
+    TrainingConfig,
+    data_parallel_groups,
+)
+from tessera.train.config.setting_fields import Rule, as_yaml, broken
+from tessera.train.loop.precision import Precision
+
+Sizes: TypeAlias = Mapping[str, int]
+
+# What contradicts another setting.
+EXCLUDED: Final = (
+    Rule("training.dry_run=false", "runtime.target", ": nothing runs on a target"),
+    Rule(
+        "training.resume!=none|auto",
+        "training.init_from",
+        ", which says what the run begins with, too",
+    ),
+    Rule(
+        "training.global_batch_size",
+        "training.gradient_accumulation_steps",
+        ", which says how many microbatches a step has, too",
+    ),
+    Rule(
+        "training.zero_stage=2|3",
+        "training.sync_gradients_every training.gradient_compression",
+        " splits gradients over dp, which have to be whole on each device for this",
+    ),
+    Rule(
+        "training.sync_gradients_every",
+        "training.gradient_compression",
+        ", while compressed gradients cross dp once in a step",
+    ),
+    Rule(
+        "training.resume=none training.init_from=null",
+        "training.eval_only",
+        ": no parameters were trained, so there is nothing to evaluate",
+    ),
+    Rule(
+        "training.resume=auto",
+        "training.eval_only",
+        ": its own folder has no checkpoints, so there is nothing to evaluate",
+    ),
+    Rule(
+        "data.validation_fraction=0.0",
+        "training.eval_only",
+        ": there is nothing to evaluate",
+    ),
+    Rule(
+        "training.eval_only=true",
+        "training.profile_communication training.on_spike=rollback "
+        "runtime.verify_every",
+        " takes no steps",
+    ),
+    Rule(
+        "training.checkpoint_every=null",
+        "training.on_spike=rollback runtime.verify_every",
+        ": there are no checkpoints to go back to",
+    ),
+    Rule(
+        "training.numerics=deterministic",
+        "training.gradient_compression training.sync_gradients_every "
+        "training.loss_chunk!=auto|none optimizer.name=adafactor "
+        "optimizer.scale_learning_rate",
+        ": these make other sums on another mesh",
+    ),
+    Rule(
+        "training.numerics=deterministic",
+        "training.pipeline_schedule training.pipeline_gather "
+        "model.sequence_parallel model.context_parallel",
+        ": each device computes whole rows with all layers",
+    ),
+)
+# What a feature would read that is off.
+UNREAD: Final = (
+    Rule("runtime.target=null", "runtime.target_compiler runtime.timeline_dir"),
+    Rule(
+        "training.profile_communication=false",
+        "training.profile_wait training.profile_warmup training.profile_active",
+    ),
+    Rule("training.checkpoint_every=null", "training.keep"),
+    Rule("training.resume=none", "training.resume_data"),
+    Rule(
+        "data.validation_fraction=0.0",
+        "training.validate_every training.validation_sequences",
+    ),
+    Rule("training.sample_length=0", "training.sample_prompt"),
+    Rule("data.name=synthetic", "training.sample_prompt", ", which is no text"),
+    Rule("training.on_spike=none", "training.spike_threshold training.spike_window"),
+    Rule("training.gradient_compression!=top_k", "training.compression_ratio"),
+    Rule("training.numerics=fast", "training.microshards"),
+)
+# What axes would read that a mesh does not have.
+OF_AXES: Final = {
+    "dp": "training.gradient_compression",
+    "cp": "model.context_parallel",
+    "tp": "model.sequence_parallel",
+    "pp": "training.pipeline_schedule training.pipeline_chunks "
+    "training.pipeline_gather",
+}
+
+
+def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
+    """Settings that exclude each other, and those that nothing reads: T507.
+
+    Args:
+      config: Of the run.
+      sizes: Of the mesh's axes, by name; None where they are not known.
+    """
+    excluded = [*EXCLUDED, *_excluded(config, sizes or {})]
+    yield from broken(excluded, config, what="cannot be used in this run")
+    yield from broken([*UNREAD, *_unread(config, sizes)], config)
+
+
+def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
+    """What values exclude that follow from others."""
+    training = config.training
+    if training.profile_wait + training.profile_warmup >= training.steps:
+        yield Rule(
+            f"{training.profile_wait=} {training.profile_warmup=} {training.steps=}",
+            "training.profile_communication",
+            ": the run ends before the steps that are profiled",
+        )
+    coupling = config.model.kind.row_coupling(config.model.config)
+    if coupling is not None:
+        gather = " training.pipeline_gather" if "pp" in sizes else ""
+        yield Rule("", "training.numerics" + gather, coupling)
+    f32 = "training.mixed_precision" * _precision(training).reduces_narrow
+    if f32:
+        yield Rule(
+            "training.mixed_precision",
+            "training.numerics training.gradient_compression "
+            "training.sync_gradients_every",
+            ", and gradients are reduced in f32 here",
+        )
+    if "pp" not in sizes:
+        return
+    yield Rule(
+        _mesh(config),
+        f"training.sync_gradients_every training.gradient_compression {f32}",
+        ", and the stages of pp add up gradients in f32 where they arise",
+    )
+    yield Rule(
+        "training.pipeline_chunks=1",
+        "training.pipeline_schedule=interleaved",
+        ", and the schedule needs 2 or more",
+    )
+    yield Rule(
+        "training.pipeline_schedule!=interleaved",
+        "training.pipeline_chunks!=0|1",
+        ", which has one chunk",
+    )
+
+
+def _unread(config: Config, sizes: Sizes | None) -> Iterator[Rule]:
+    """What the model, the dtypes and the mesh of a run leave unread."""
+    for settings, reason in config.model.kind.unused_settings(config.model.config):
+        yield Rule(reason, settings)
+    if _precision(config.training).computation == "float16":
+        yield Rule(
+            "training.mixed_precision training.on_spike!=skip",
+            "training.max_skipped_steps",
+            ": the bound is the smallest loss scale",
+        )
+    axes = MESH_AXES if sizes is None else sizes
+    for axis, settings in OF_AXES.items():
+        if axis not in axes:
+            yield Rule(_mesh(config), settings, f" has no axis {axis}")
+    if "pp" in axes and "fsdp" not in axes:
+        yield Rule(_mesh(config), "training.pipeline_gather", " has no axis fsdp")
+
+
+def _mesh(config: Config) -> str:
+    """A condition that holds, and has a message name the mesh."""
+    return f"model.mesh_shape={as_yaml(config.model.mesh_shape)}"
+
+
+def _precision(training: TrainingConfig) -> Precision:
+    """The dtypes of a run; the plain ones where the setting is no policy."""
+    try:
+        return training.precision
+    except SettingValueError:
+        return Precision()
+
+
+def numerics_problems(config: Config, sizes: Sizes) -> Iterator[TesseraError]:
+    """Why a step cannot be cut into the parts of deterministic numerics: T503, T507.
+
+    Args:
+      config: Of the run.
+      sizes: Of the mesh's axes, by name.
+    """
+    training, parts = config.training, config.training.microshards
+    micro, devices = training.micro_batch_size, math.prod(sizes.values())
+    rows = training.global_batch_size or (
+        micro * data_parallel_groups(sizes) * training.gradient_accumulation_steps
+    )
+    if training.numerics == "fast":
+        return
+    if parts < devices:
+        yield SettingConflictError(
+            "deterministic numerics need a microshard for each device",
+            got=f"{training.microshards=} for {devices} devices",
+            fix=f"use at most {parts} devices, or more microshards",
+        )
+    elif rows % parts:
+        near = nearest(range(parts, rows + parts + 1, parts), rows)
+        yield BatchSizeError(
+            "a step cannot be cut into its microshards",
+            got=f"{rows} rows, {training.microshards=}: {rows} / {parts} leaves "
+            f"{rows % parts}",
+            fix=f"use a batch of {near} rows, or fewer microshards",
+        )
+    elif rows // parts > micro:
+        enough = 1 << (-(-rows // micro) - 1).bit_length()
+        yield BatchSizeError(
+            "a microshard is larger than a microbatch of one device",
+            got=f"{rows} rows in {training.microshards=}: {rows // parts} each, "
+            f"{training.micro_batch_size=}",
+            fix=f"use training.microshards={enough} or "
+            f"training.micro_batch_size={rows // parts}",
+        )

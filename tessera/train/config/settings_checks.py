@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the settings of a run before anything is compiled or written.
+
+Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what needs it.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from operator import itemgetter
+from typing import Final
+
+from tessera.errors import (
+    BatchSizeError,
+    MeshShapeError,
+    TesseraError,
+    UnknownAxisError,
+    did_you_mean,
+    nearest,
+)
+from tessera.foundations.device_grid import checked_axes, checked_shape
+from tessera.train.config import optimizer_config
+from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.config import (
+    MESH_AXES,
+    Config,
+    ModelConfig,
+    data_parallel_groups,
+)
+from tessera.train.config.setting_conflicts import conflicts, numerics_problems
+from tessera.train.config.setting_fields import as_yaml, collected, problems_of
+from tessera.train.data import data_config as data_config
+from tessera.train.loop.precision import precision_of
+
+# More than any machine has.
+_MOST_DEVICES: Final = 2**20
+# Numbers of one array: 256 PB in f32, below where the compiler's 64 bits overflow.
+_MOST_ELEMENTS: Final = 2**56
+
+
+def check(settings: Config) -> list[TesseraError]:
+    """Every mistake that can be seen without JAX.
+
+    T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
+    for the run's name, T507 for settings that exclude each other.
+    """
+    errors = problems_of(settings, "")
+    sizes: Mapping[str, int] | None = None
+    with collected(errors):
+        sizes = _read_mesh(settings.model)
+    ranges = [
+        problem
+        for group in ("model", "training", "runtime")
+        for problem in problems_of(getattr(settings, group), group)
+    ]
+    errors += ranges
+    with collected(errors):
+        precision_of(settings.training.mixed_precision)
+    with collected(errors):
+        data_config.check(settings.data)
+    errors += conflicts(settings, sizes)
+    if not ranges:
+        errors += _check_batches(settings, sizes)
+    groups = data_parallel_groups(sizes or {})
+    return errors + optimizer_config.check(settings.optimizer, groups)
+
+
+def _read_mesh(model: ModelConfig) -> dict[str, int]:
+    """Sizes of the mesh's axes, with -1 as 1."""
+    got = f"model.mesh_shape={as_yaml(model.mesh_shape)}"
+    if [type(part) for part in model.mesh_shape] != [tuple, tuple]:
+        raise MeshShapeError(
+            "a mesh shape is a pair of sizes and axis names",
+            got=got,
+            fix="write model.mesh_shape=[[4,2],[fsdp,tp]]",
+        )
+    axes = checked_axes(model.mesh_shape[1])
+    sizes = [max(size, 1) for size in checked_shape(model.mesh_shape[0], axes)]
+    if prod(sizes) > _MOST_DEVICES:
+        raise MeshShapeError(
+            "the mesh has more devices than any machine",
+            got=f"{got}: {prod(sizes)} devices",
+            fix=f"use sizes whose product is at most {_MOST_DEVICES}",
+        )
+    if unknown := [axis for axis in axes if axis not in MESH_AXES]:
+        raise UnknownAxisError(
+            f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
+            got=got,
+            fix="\n".join(did_you_mean(axis, MESH_AXES) for axis in unknown),
+        )
+    return dict(zip(axes, sizes, strict=True))
+
+
+def _check_batches(
+    settings: Config, sizes: Mapping[str, int] | None
+) -> Iterator[TesseraError]:
+    """Whether microbatches, groups and parts of a step divide as they have to."""
+    training = settings.training
+    total, every = training.gradient_accumulation_steps, training.sync_gradients_every
+    if total % every:
+        divisors = [number for number in range(1, total + 1) if total % number == 0]
+        yield BatchSizeError(
+            "training.sync_gradients_every does not divide "
+            "training.gradient_accumulation_steps",
+            got=f"{total} / {every} leaves {total % every}",
+            fix=f"use training.sync_gradients_every={nearest(divisors, every)}",
+        )
+    if sizes is None:
+        return
+    yield from numerics_problems(settings, sizes)
+    try:
+        settings = with_batch_sizes(settings, sizes)
+    except BatchSizeError as error:
+        if -1 not in settings.model.mesh_shape[0]:
+            yield error
+    yield from _check_elements(settings, sizes)
+
+
+def _check_elements(
+    settings: Config, sizes: Mapping[str, int]
+) -> Iterator[TesseraError]:
+    """Whether the arrays of a microbatch have sizes that a compiler can count."""
+    training = settings.training
+    rows = training.micro_batch_size * data_parallel_groups(sizes)
+    length = training.sequence_length
+    widths = settings.model.kind.widths(settings.model.config, length)
+    what, widest = max(widths.items(), key=itemgetter(1), default=("tokens", 1))
+    if rows * length * widest > _MOST_ELEMENTS:
+        yield BatchSizeError(
+            f"a microbatch is larger than any machine holds: {what}",
+            got=f"{rows} sequences x {length} tokens x {widest} = "
+            f"{rows * length * widest} numbers",
+            fix="use a smaller training.micro_batch_size or training.sequence_length, "
+            f"for at most {_MOST_ELEMENTS}",
+        )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--multirun``: one run for each combination of values, by Hydra's own launchers.
+
+Hydra's sweeper makes the combinations and its launcher starts them. Each run is a
+process of its own, because the number of simulated devices, XLA's flags and the
+processes of a run are settled once in a process.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from tessera.errors import SettingConflictError, SettingValueError
+from tessera.train.config.overrides import is_of_hydra
+from tessera.train.runtime.cluster import detect
+from tessera.train.runtime.exit_codes import STOP_SIGNALS, shell_exit_code
+from tessera.train.runtime.python_process import module_command
+
+# Combinations that are checked before the first run starts; each is when it starts.
+_MOST_CHECKED: Final = 256
+
+
+class SweepRunError(RuntimeError):
+    """A run of a sweep failed, and has shown why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def sweep(overrides: Sequence[str], config_dir: Path) -> int:
+    """Start a run for each combination of the values that overrides list.
+
+    A run that fails does not keep Hydra's basic launcher from starting the others.
+
+    Args:
+      overrides: Those of the command line, such as ``training.seed=1,2``.
+      config_dir: The folder of ``config.yaml``.
+
+    Returns:
+      The exit code of the first run that failed, or 0.
+
+    Raises:
+      SystemExit: With code 75 or 130, where the sweep was asked to end.
+      SettingConflictError: [T507] a launcher has started this process as one of many.
+      SettingValueError: [T502] Hydra cannot make runs of the overrides.
+    """
+    if (cluster := detect(os.environ)).world_size > 1:
+        raise SettingConflictError(
+            "a sweep starts its runs itself",
+            got=f"--multirun in one of {cluster.world_size} processes: {cluster}",
+            fix="start the sweep without the launcher, or each run with it",
+        )
+    task = hydra.main(str(config_dir.resolve()), "config", version_base="1.3")(_run)
+    # Otherwise Hydra reports errors itself, without their codes.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    arguments, sys.argv[1:] = sys.argv[1:], ["--multirun", *overrides]
+    try:
+        task()
+    except SweepRunError as error:
+        return error.exit_code
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SettingValueError(
+            "Hydra cannot make a sweep of these overrides",
+            got=str(error).splitlines()[0],
+            fix="list the values of a setting with commas: training.seed=1,2,3",
+        ) from error
+    finally:
+        sys.argv[1:] = arguments
+    return 0
+
+
+def combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """The overrides of each run, as far as they are known and not too many.
+
+    Those of another sweeper than Hydra's basic one come up as it goes, as do those of
+    ``interval(…)`` and ``glob(…)``.
+    """
+    choices: list[list[str]] = []
+    number = 1
+    for override in overrides:
+        if is_of_hydra(override):
+            continue
+        values = [str(override.input_line)]
+        if override.is_sweep_override():
+            if not (override.is_discrete_sweep() or override.is_range_sweep()):
+                return
+            key = override.get_key_element()
+            values = [f"{key}={text}" for text in override.sweep_string_iterator()]
+        number *= len(values)
+        if number > _MOST_CHECKED:
+            return
+        choices.append(values)
+    yield from map(list, product(*choices))
+
+
+def _run(config: DictConfig) -> None:
+    """One run of a sweep, in a process of its own."""
+    del config  # the process composes it from the same overrides
+    job = HydraConfig.get()
+    folder = job.runtime.output_dir.replace("\\", "\\\\").replace("'", "\\'")
+    overrides = [*job.overrides.task, f"hydra.run.dir='{folder}'"]
+    # In a process group of its own: Ctrl-C reaches it once, through this process.
+    process = subprocess.Popen(
+        module_command("tessera.train.loop.main", *overrides), process_group=0
+    )
+    with _forwarded(process):
+        code = shell_exit_code(process.wait())
+    if code in STOP_SIGNALS.values():
+        raise SystemExit(code)  # asked to end, and so is the sweep
+    if code:
+        raise SweepRunError(code)
+
+
+@contextmanager
+def _forwarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Let a process have the signals that ask this one to end."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

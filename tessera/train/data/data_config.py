@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings ``data=`` and ``data.<setting>=``.
+
+Only plain types, so that Hydra can use the classes as structured configs.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Final
+
+from tessera.errors import SettingValueError
+from tessera.train.config.setting_fields import (
+    MOST_COUNT,
+    Rule,
+    broken,
+    problems_of,
+    raise_all,
+    setting,
+)
+
+SOURCES = ("stdlib", "text", "mixture", "synthetic")
+FORMATS = ("auto", "text", "jsonl")
+LOSS_ON = ("all", "answers")
+
+
+# Not frozen: OmegaConf would refuse to override a frozen dataclass.
+@dataclass
+class SyntheticConfig:
+    """Settings of ``data=synthetic``; see ``tessera.train.data.synthetic``.
+
+    Attributes:
+      tokens: Number of tokens, training and validation together.
+      vocab_size: Ids are below this; null uses the model's vocabulary.
+      noise: The share of tokens replaced by random ones.
+    """
+
+    tokens: int = setting(2_000_000, least=1, most=10**9)
+    vocab_size: int | None = setting(None, least=2, most=MOST_COUNT)
+    noise: float = setting(0.05, least=0, most=1)
+
+
+@dataclass
+class SourceConfig:
+    """One source of ``data=mixture``.
+
+    Attributes:
+      path: A file, a folder or a glob.
+      weight: Its part of the training rows, relative to the weights of the others.
+      format: As data.format.
+      text_key: As data.text_key.
+      messages_key: As data.messages_key.
+      loss_on: As data.loss_on.
+    """
+
+    path: str = ""
+    weight: float = setting(1.0, above=0)
+    format: str = setting("auto", choices=FORMATS)
+    text_key: str = "text"
+    messages_key: str = ""
+    loss_on: str = setting("all", choices=LOSS_ON)
+
+    def as_text(self, config: "DataConfig") -> "DataConfig":
+        """The same source as ``data=text``, with the other settings of ``config``."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        del own["weight"]
+        return replace(config, name="text", sources={}, **own)
+
+
+@dataclass
+class DataConfig:
+    """Which text to train on, and how to tokenize it.
+
+    Attributes:
+      name: The source of the text.
+      path: For text: a file, a folder or a glob.
+      format: For text: how files are read; auto depends on the suffix, jsonl reads a
+        JSON object from each line, text reads all bytes as they are.
+      text_key: For JSON lines and tables: the key of the text.
+      messages_key: For JSON lines and tables: the key of a list of messages with role
+        and content, instead of a text; the tokenizer's chat template writes them.
+      loss_on: For messages: which tokens are learned.
+      max_bad_records: For text: how many records may be skipped because they have no
+        text or no messages.
+      tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
+        model (.model).
+      validation_fraction: The share of the data for validation; 0 disables it.
+      sources: For mixture: the sources by name, each with path and weight, and with
+        format, text_key, messages_key and loss_on where they differ from the default.
+      num_workers: Processes that make tokens; null is one for each usable core.
+      cache_dir: The folder of prepared tokens; null is tessera/tokens in the user's
+        cache folder.
+      prefetch: Number of batches to prepare ahead in a thread; 0 prepares none.
+      synthetic: The settings of synthetic.
+    """
+
+    name: str = setting("stdlib", choices=SOURCES)
+    path: str = ""
+    format: str = setting("auto", choices=FORMATS)
+    text_key: str = "text"
+    messages_key: str = ""
+    loss_on: str = setting("all", choices=LOSS_ON)
+    max_bad_records: int = setting(0, least=0, most=MOST_COUNT)
+    tokenizer: str = "bytes"
+    validation_fraction: float = setting(0.05, least=0, below=1)
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    num_workers: int | None = setting(None, least=1, most=1024)
+    cache_dir: str | None = None
+    prefetch: int = setting(4, least=0, most=1024)
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+
+# Settings that a source does not read, and then those that files do not.
+_UNREAD: Final = (
+    Rule("name!=text", "path format text_key messages_key loss_on"),
+    Rule("name!=text|mixture", "max_bad_records"),
+    Rule("name=synthetic", "tokenizer num_workers cache_dir"),
+    Rule("name!=mixture", "sources"),
+    Rule("name!=synthetic", "synthetic"),
+)
+_UNREAD_BY_FILES: Final = (
+    Rule("format=text", "text_key messages_key"),
+    Rule("messages_key", "text_key"),
+    Rule("messages_key=''", "loss_on"),
+)
+
+
+def check(config: DataConfig) -> None:
+    """Check that all values are legal, and that the source uses every setting.
+
+    Raises:
+      SettingValueError: [T502] values are out of range or missing.
+      SettingConflictError: [T507] settings have no effect here. It is the first of all
+        mistakes that decides.
+
+    Example:
+      >>> check(DataConfig(name="text", path="books"))
+    """
+    problems = problems_of(config, "data")
+    problems += problems_of(config.synthetic, "data.synthetic")
+    # Which settings are used is only known for a source that exists.
+    if config.name in SOURCES:
+        problems += broken(_UNREAD, config, "data")
+    files: dict[str, DataConfig | SourceConfig] = {}
+    if config.name == "text":
+        files["data"] = config
+    if config.name == "mixture":
+        problems += _source_names(config)
+        files |= {f"data.sources.{name}": each for name, each in config.sources.items()}
+    for group, each in files.items():
+        if isinstance(each, SourceConfig):
+            problems += problems_of(each, group)
+        problems += broken(_UNREAD_BY_FILES, each, group)
+        if not each.path:
+            problems.append(
+                SettingValueError(
+                    f"data={config.name} needs {group}.path",
+                    got=f"{group}.path is empty",
+                    fix=f"add {group}.path=<a file, a folder or a glob>",
+                )
+            )
+    raise_all(problems)
+
+
+def _source_names(config: DataConfig) -> Iterator[SettingValueError]:
+    example = "data.sources={web: {path: web.jsonl, weight: 3}, books: {path: books}}"
+    if not config.sources:
+        yield SettingValueError(
+            "data=mixture needs data.sources",
+            got="data.sources is empty",
+            fix=f"add '{example}'",
+        )
+    for name in config.sources:
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield SettingValueError(
+                "the name of a source has characters that no name of a metric has",
+                got=f"data.sources: {name!r}",
+                fix="use letters, digits, '_', '-' and '.'",
+            )

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs documents into rows: one token stream, cut every ``sequence_length``.
+
+    documents   [h e y] [y o]                      S = 4, separator |
+    stream      | h e y | y o
+    row 0       tokens | h e y    targets h e y |    segments 1 1 1 1
+    row 1       tokens | y _ _    targets y o _ _    segments 1 1 0 0
+
+Row r reads ``stream[r*S : (r+1)*S + 1]``, so every token of the stream except the first
+is the target of exactly one position. The target of a document's last token is the
+separator after it, from which a model learns where documents end.
+
+A stream is a sequence of shards, each of whole documents. A row that spans shards is
+copied from both; nothing else of them is read.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tessera.errors import TokenRangeError
+from tessera.foundations.labels import IGNORE_INDEX
+from tessera.train.data.tokenization import Ids
+from tessera.train.data.vocabulary import out_of_vocabulary
+
+Batch = dict[str, npt.NDArray[np.int32]]
+LossMask = npt.NDArray[np.bool_]
+
+
+class TokenArrays(NamedTuple):
+    """The documents of a shard.
+
+    Attributes:
+      tokens: Concatenated, each document after its separator; uint16 where the
+        vocabulary allows it, else uint32; [tokens].
+      starts: The index at which each document starts, with its separator; int64,
+        [documents].
+      loss_mask: One bit for each token, from the lowest bit of a byte: whether it is
+        learned. The others are the target of no position. uint8, [tokens / 8 rounded
+        up]; None means that all are learned.
+    """
+
+    tokens: npt.NDArray[np.uint16 | np.uint32]
+    starts: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.uint8] | None
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """A checksum of each array, by its name."""
+        named = self._asdict().items()
+        return {
+            name: checksum(array.data) for name, array in named if array is not None
+        }
+
+
+def checksum(*blocks: bytes | memoryview) -> str:
+    """BLAKE2b of some bytes, 32 hex digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+class Shard(Protocol):
+    """Some of the documents of a stream, in memory or in files."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, separators included."""
+        ...
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that are not empty."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the text; 0 if the tokens are not from text."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the content of the arrays."""
+        ...
+
+    def read(self, begin: int, end: int) -> "Window":
+        """The tokens from index ``begin`` to ``end``.
+
+        Raises:
+          TokenCacheError: [T608] a file is damaged.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryShard:
+    """A shard whose arrays are in memory.
+
+    Attributes:
+      content: The arrays.
+      num_bytes: Size of the text; 0 if the tokens are not from text.
+    """
+
+    content: TokenArrays
+    num_bytes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, separators included."""
+        return self.content.tokens.size
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that are not empty."""
+        return self.content.starts.size
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the content of the arrays."""
+        return repr(sorted(self.content.checksums.items()))
+
+    def read(self, begin: int, end: int) -> "Window":
+        """The tokens from index ``begin`` to ``end``."""
+        tokens, starts, bits = self.content
+        if bits is not None:
+            bits = bits[begin // 8 : -(-end // 8)]
+        return Window.of(tokens[begin:end], starts, bits, begin)
+
+
+class Window(NamedTuple):
+    """A range of a stream or of a shard.
+
+    Attributes:
+      tokens: int32, of a shard as ``TokenArrays`` has them; [tokens].
+      starts: Where documents start, relative to the range; int64.
+      loss_mask: Which tokens are learned, [tokens]; None means all of them.
+    """
+
+    tokens: npt.NDArray[np.int32 | np.uint16 | np.uint32]
+    starts: npt.NDArray[np.int64]
+    loss_mask: LossMask | None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: npt.NDArray[np.uint16 | np.uint32],
+        starts: npt.NDArray[np.int64],
+        bits: npt.NDArray[np.uint8] | None,
+        begin: int,
+    ) -> Self:
+        """A range of a shard.
+
+        Args:
+          tokens: Those of the range.
+          starts: Those of the shard.
+          bits: The bytes of the mask that have bits of the range.
+          begin: Where the range begins.
+        """
+        end, mask = begin + tokens.size, None
+        if bits is not None:
+            whole = np.unpackbits(bits, bitorder="little")
+            mask = whole[begin % 8 :][: tokens.size].astype(bool)
+        inner = slice(*np.searchsorted(starts, (begin, end)))
+        return cls(tokens, starts[inner] - begin, mask)
+
+
+class TokenStream:
+    """The documents of some shards, one after another.
+
+    Args:
+      shards: The shards in order; empty ones are left out.
+      is_separated: Whether there is a separator before each document.
+
+    Attributes:
+      num_tokens: Tokens of all shards.
+      num_documents: Documents of all shards.
+      num_bytes: Size of the text; 0 if the tokens are not from text.
+    """
+
+    def __init__(self, shards: Iterable[Shard], *, is_separated: bool) -> None:
+        self.shards = [shard for shard in shards if shard.num_tokens]
+        self.is_separated = is_separated
+        sizes = [0, *(shard.num_tokens for shard in self.shards)]
+        self._begins = np.cumsum(np.array(sizes, np.int64))
+        self.num_tokens = int(self._begins[-1])
+        self.num_documents = sum(shard.num_documents for shard in self.shards)
+        self.num_bytes = sum(shard.num_bytes for shard in self.shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A fingerprint of all tokens, from those of the shards; 16 hex digits."""
+        parts = [repr(self.is_separated), *(shard.fingerprint for shard in self.shards)]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+    def read(self, begin: int, end: int) -> Window:
+        """The tokens from index ``begin`` to ``end``, or to the end of the stream.
+
+        Raises:
+          TokenCacheError: [T608] a shard is damaged.
+        """
+        end = min(end, self.num_tokens)
+        first = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        tokens = np.empty(max(end - begin, 0), np.int32)
+        starts = [np.empty(0, np.int64)]
+        loss_mask = None
+        for shard, at in zip(self.shards[first:], self._begins[first:], strict=False):
+            if at >= end:
+                break
+            low = max(begin - int(at), 0)
+            part = shard.read(low, min(end - int(at), shard.num_tokens))
+            here = slice(offset := int(at) + low - begin, offset + part.tokens.size)
+            tokens[here] = part.tokens
+            starts.append(part.starts + offset)
+            if part.loss_mask is not None:
+                if loss_mask is None:
+                    loss_mask = np.ones(tokens.size, bool)
+                loss_mask[here] = part.loss_mask
+        return Window(tokens, np.concatenate(starts), loss_mask)
+
+
+class ShardBuilder:
+    """Collects the documents of one shard; empty ones are left out.
+
+    Args:
+      separator: The id to insert before each document, or None.
+      vocab_size: Ids are below this: the tokenizer's vocabulary, which decides the
+        type of the tokens.
+
+    Attributes:
+      num_tokens: Tokens so far, separators included.
+      num_bytes: Size of the text so far.
+    """
+
+    def __init__(self, separator: int | None, vocab_size: int) -> None:
+        dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        self._separator = np.array([] if separator is None else [separator], dtype)
+        self._pieces = [self._separator[:0]]
+        self._starts: list[int] = []
+        self._masks: list[tuple[int, LossMask]] = []
+        self.num_tokens = self.num_bytes = 0
+
+    def add(
+        self, ids: Ids, loss_mask: LossMask | None = None, num_bytes: int = 0
+    ) -> None:
+        """Append a document.
+
+        Args:
+          ids: Its tokens, [tokens].
+          loss_mask: Which of them are learned, [tokens], or None for all. The separator
+            before a document with a mask is not learned.
+          num_bytes: Size of its text.
+        """
+        self.num_bytes += num_bytes
+        if not ids.size:
+            return
+        self._starts.append(self.num_tokens)
+        self._pieces += [self._separator, ids.astype(self._separator.dtype)]
+        if loss_mask is not None:
+            learned = np.concatenate([np.zeros(self._separator.size, bool), loss_mask])
+            self._masks.append((self.num_tokens, learned))
+        self.num_tokens += self._separator.size + ids.size
+
+    def arrays(self) -> TokenArrays:
+        """All documents."""
+        bits = None
+        if self._masks:
+            learned = np.ones(self.num_tokens, bool)
+            for begin, mask in self._masks:
+                learned[begin : begin + mask.size] = mask
+            bits = np.packbits(learned, bitorder="little")
+        starts = np.array(self._starts, np.int64)
+        return TokenArrays(np.concatenate(self._pieces), starts, bits)
+
+
+def join(
+    documents: Iterable[tuple[str, Ids, LossMask | None]],
+    *,
+    separator: int | None,
+    vocab_size: int,
+) -> TokenStream:
+    """Concatenate documents in memory into one stream, without empty ones.
+
+    Args:
+      documents: Names, ids, int32 [tokens], and which of them are learned, or None for
+        all.
+      separator: The id to insert before each document, or None.
+      vocab_size: The model's vocabulary size; ids must be in [0, vocab_size).
+
+    Raises:
+      TokenRangeError: [T604] an id is negative or too large; names its document.
+
+    Example:
+      >>> words = [("a", np.array([1, 2]), None), ("b", np.array([3]), None)]
+      >>> stream = join(words, separator=0, vocab_size=4)
+      >>> [values.tolist() for values in stream.read(0, 9)[:2]]
+      [[0, 1, 2, 0, 3], [0, 3]]
+    """
+    builder = ShardBuilder(separator, vocab_size)
+    for name, ids, loss_mask in documents:
+        _check_range(name, ids, vocab_size)
+        builder.add(ids, loss_mask)
+    return TokenStream(
+        [MemoryShard(builder.arrays())], is_separated=separator is not None
+    )
+
+
+def _check_range(name: str, ids: Ids, vocab_size: int) -> None:
+    wrong = out_of_vocabulary(ids, vocab_size)
+    if not wrong.size:
+        return
+    raise TokenRangeError(
+        f"document {name!r} has token ids outside the model's vocabulary",
+        got=f"id {ids[wrong[0]]} at token {wrong[0]}, {wrong.size} such in all; "
+        f"legal ids are 0 to {vocab_size - 1}",
+        fix="use the model's own tokenizer, or give the model a larger vocabulary",
+    )
+
+
+class PackedRows:
+    """The rows of a stream, created on access.
+
+    Args:
+      stream: The tokens.
+      sequence_length: S, the number of positions in a row.
+      keep_tail: Whether to pad and keep an incomplete last row.
+    """
+
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, *, keep_tail: bool
+    ) -> None:
+        self.stream = stream
+        self.sequence_length = sequence_length
+        num_targets = max(stream.num_tokens - 1, 0)
+        self._length = num_targets // sequence_length
+        if keep_tail and num_targets % sequence_length:
+            self._length += 1
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        """One row: ``tokens``, ``targets``, ``segment_ids``, ``positions``, int32 [S].
+
+        Segments count from 1 in each row, positions from 0 in each segment. After the
+        end of the stream, targets are -100 and the rest is 0.
+
+        Raises:
+          TokenCacheError: [T608] a shard is damaged.
+        """
+        length, begin = self.sequence_length, index * self.sequence_length
+        window = self.stream.read(begin, begin + length + 1)
+        cuts = window.starts[window.starts > 0]
+        targets = window.tokens[1:].copy()
+        if not self.stream.is_separated:
+            # The next token belongs to another text and cannot be predicted.
+            targets[cuts - 1] = IGNORE_INDEX
+        if window.loss_mask is not None:
+            targets[~window.loss_mask[1:]] = IGNORE_INDEX
+        offsets = np.arange(targets.size, dtype=np.int32)
+        is_start = np.zeros_like(offsets)
+        is_start[cuts[cuts < targets.size]] = 1
+        row = {
+            "tokens": window.tokens[:-1],
+            "targets": targets,
+            "segment_ids": np.cumsum(is_start, dtype=np.int32) + np.int32(1),
+            "positions": offsets - np.maximum.accumulate(is_start * offsets),
+        }
+        padded = self.padding()
+        for name, values in row.items():
+            padded[name][: values.size] = values
+        return padded
+
+    def padding(self) -> Batch:
+        """A row of padding: all targets -100, the rest 0."""
+        names = ("tokens", "segment_ids", "positions")
+        row = {name: np.zeros(self.sequence_length, np.int32) for name in names}
+        row["targets"] = np.full(self.sequence_length, IGNORE_INDEX, np.int32)
+        return row

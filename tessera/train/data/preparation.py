@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the tokens of a corpus once, in parallel, into a cache of blocks.
+
+The units of a corpus are grouped into blocks, which are named after the content of
+their files (by path, size, inode and times of change), the tokenizer and the settings
+that change tokens. Blocks that exist are not made again. The others are made by worker
+processes, each of which takes the next block that nobody has locked. So a preparation
+that was killed continues with the blocks that are missing, and several runs or hosts
+with one cache folder share the work.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from tessera.errors import TesseraError, TokenCacheError
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.data_config import DataConfig
+from tessera.train.data.encoding import Encoder
+from tessera.train.data.records import read_records
+from tessera.train.data.shards import (
+    FORMAT,
+    Block,
+    BlockWriter,
+    new_block,
+    read_block,
+)
+from tessera.train.data.tokenization import tokenizer_files
+from tessera.train.data.units import Unit
+from tessera.train.files.file_locks import lock
+from tessera.train.runtime.python_process import module_command
+
+_log: Final = logging.getLogger("tessera")
+
+# All other settings do. The tokenizer counts by the content of its files.
+_NO_CHANGE_OF_TOKENS: Final = frozenset(
+    {"path", "sources", "tokenizer", "validation_fraction", "max_bad_records"}
+    | {"prefetch", "num_workers", "cache_dir", "synthetic"}
+)
+# Small files share a block of this size; larger ones come as units of about as much.
+_BLOCK_BYTES: Final = 16 * 2**20
+# Less text than this is encoded before another process has started.
+_WORKER_BYTES: Final = 16 * 2**20
+_POLL_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True)
+class Task:
+    """Consecutive units, and the block of their tokens.
+
+    Attributes:
+      units: The units, in the order of the text.
+      folder: The folder of the block.
+      num_bytes: About their size in the files, to choose the number of processes.
+    """
+
+    units: tuple[Unit, ...]
+    folder: Path
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What workers need to make blocks.
+
+    Attributes:
+      config: The settings of one source of text.
+      vocab_size: The model's vocabulary size.
+      tasks: The blocks.
+    """
+
+    config: DataConfig
+    vocab_size: int
+    tasks: Sequence[Task]
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """``data.cache_dir``, or ``tessera/tokens`` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = config.cache_dir or os.path.join(base, "tessera", "tokens")
+    return Path(folder).expanduser().absolute()
+
+
+def prepare(
+    config: DataConfig,
+    sides: Sequence[Sequence[Unit]],
+    encoder: Encoder,
+    vocab_size: int,
+) -> tuple[list[list[Block]], BadRecords]:
+    """The tokens of some units, made now or by an earlier run.
+
+    Args:
+      config: The settings of one source of text.
+      sides: The units of the training and of the validation text.
+      encoder: The tokenizer.
+      vocab_size: The model's vocabulary size.
+
+    Returns:
+      The blocks of each side, and the records that were skipped.
+
+    Raises:
+      TokenRangeError: [T604] a text has a token that the model does not have.
+      TokenCacheError: [T608] the cache cannot be written or is damaged, or a worker was
+        killed.
+      TesseraError: What ``read_records`` and ``Encoder.encode`` raise.
+    """
+    folder = cache_folder(config) / _settings_fingerprint(config)
+    tasks = [list(_tasks(units, folder)) for units in sides]
+    job = Job(config, vocab_size, [task for side in tasks for task in side])
+    _make_missing(job, folder)
+    blocks = [[read_block(task.folder) for task in side] for side in tasks]
+    bad_records = BadRecords(config.max_bad_records)
+    for task, block in zip(
+        job.tasks, (b for side in blocks for b in side), strict=True
+    ):
+        bad_records.add(BadRecords(**block.bad_records))
+        if any(shard.largest_id >= vocab_size for shard in block.shards):
+            # Made for a larger model; reading it again names the text and raises.
+            for _ in _encode(task, config, encoder, BadRecords(config.max_bad_records)):
+                pass
+    return blocks, bad_records
+
+
+def _settings_fingerprint(config: DataConfig) -> str:
+    """The tokenizer, and everything else that changes the tokens of a text."""
+    digest = hashlib.blake2b(digest_size=8)
+    settings = {
+        one.name: getattr(config, one.name)
+        for one in dataclasses.fields(config)
+        if one.name not in _NO_CHANGE_OF_TOKENS
+    }
+    digest.update(repr((FORMAT, sorted(settings.items()))).encode())
+    for path in tokenizer_files(config.tokenizer):
+        digest.update(hashlib.blake2b(path.read_bytes()).digest())
+        for library in ("tokenizers", "sentencepiece", "jinja2"):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                digest.update(f"{library} {metadata.version(library)}".encode())
+    return digest.hexdigest()
+
+
+def _tasks(units: Iterable[Unit], folder: Path) -> Iterator[Task]:
+    group: list[Unit] = []
+    size = 0
+    for unit in units:
+        is_whole = not unit.begin and unit.end is None
+        unit_size = unit.status.st_size if is_whole else _BLOCK_BYTES
+        if group and size + unit_size > _BLOCK_BYTES:
+            yield _task(group, folder)
+            group = list[Unit]()
+            size = 0
+        group.append(unit)
+        size += unit_size
+    if group:
+        yield _task(group, folder)
+
+
+def _task(units: Sequence[Unit], folder: Path) -> Task:
+    digest = hashlib.blake2b(digest_size=16)
+    for unit in units:
+        digest.update(f"{unit.identity}\n".encode())
+    num_bytes = sum(min(unit.status.st_size, _BLOCK_BYTES) for unit in units)
+    return Task(tuple(units), folder / digest.hexdigest(), num_bytes)
+
+
+# --- making blocks
+
+
+def _make_missing(job: Job, folder: Path) -> None:
+    missing = [task for task in job.tasks if not task.folder.exists()]
+    if not missing:
+        return
+    with _writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    job = dataclasses.replace(job, tasks=missing)
+    useful = 1 + sum(task.num_bytes for task in missing) // _WORKER_BYTES
+    most = job.config.num_workers or usable_cores()
+    count = min(most, len(missing), useful)
+    _log.info(
+        "making the tokens of %d blocks of text, %d at a time", len(missing), count
+    )
+    if count == 1:
+        make_blocks(job)
+    else:
+        _run_workers(job, count)
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def make_blocks(job: Job) -> None:
+    """Make every block that does not exist, beside other processes that do the same.
+
+    Returns when all of them exist.
+
+    Raises:
+      TesseraError: As ``prepare``.
+    """
+    encoder = Encoder(job.config, job.vocab_size)
+    missing = list(job.tasks)
+    with _one_thread():
+        while missing:
+            made = [_make_block(task, job.config, encoder) for task in missing]
+            missing = [task for task in missing if not task.folder.exists()]
+            if missing and not any(made):
+                time.sleep(_POLL_SECONDS)  # others make the rest, or are killed
+
+
+def _make_block(task: Task, config: DataConfig, encoder: Encoder) -> bool:
+    """Make a block, unless it exists or another process makes it; whether it did."""
+    if task.folder.exists():
+        return False
+    lock_path = task.folder.with_name(f"{task.folder.name}.lock")
+    with _writing(task.folder), lock_path.open("ab") as file:
+        is_locked = lock(file.fileno())
+        if is_locked is False:
+            return False
+        # Another process may have made it since.
+        is_missing = not task.folder.exists()
+        if is_missing:
+            _write_block(task, config, encoder, is_locked=bool(is_locked))
+        # Whoever has opened the file before finds the block when it gets the lock.
+        lock_path.unlink(missing_ok=True)
+    return is_missing
+
+
+def _write_block(
+    task: Task, config: DataConfig, encoder: Encoder, *, is_locked: bool
+) -> None:
+    bad_records = BadRecords(config.max_bad_records)
+    with new_block(task.folder, is_locked=is_locked) as folder:
+        writer = BlockWriter(folder, encoder.separator, encoder.tokenizer.vocab_size)
+        for encoded in _encode(task, config, encoder, bad_records):
+            writer.add(*encoded)
+        writer.finish(dataclasses.asdict(bad_records))
+
+
+def _encode(
+    task: Task, config: DataConfig, encoder: Encoder, bad_records: BadRecords
+) -> Iterator[Any]:
+    for unit in task.units:
+        records = read_records(unit, config, bad_records)
+        yield from encoder.encode_all(records, bad_records)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep the library ``tokenizers`` from starting threads: processes are parallel."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TokenCacheError(
+            "the tokens cannot be stored",
+            got=f"{error.filename or folder}: {error.strerror or error}",
+            fix="make room there, or use another folder: data.cache_dir=<folder>",
+        ) from error
+
+
+# --- worker processes
+
+
+def _run_workers(job: Job, count: int) -> None:
+    """Make blocks in processes of their own; they end when this one does.
+
+    Raises:
+      TesseraError: As ``make_blocks`` would raise it in one process.
+    """
+    # Not multiprocessing, which would run an unguarded main module again.
+    workers = [
+        subprocess.Popen(
+            module_command("tessera.train.data.preparation_worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        for _ in range(count)
+    ]
+    content = pickle.dumps(job)
+    error = None
+    with ThreadPoolExecutor(count) as threads:
+        results = [threads.submit(_result, worker, content) for worker in workers]
+        try:
+            error = next(
+                filter(None, (r.result() for r in as_completed(results))), None
+            )
+        finally:
+            for worker in workers:
+                worker.kill()
+    if error is not None:
+        # An earlier text may have an error too, which another worker had not reached.
+        missing = [task for task in job.tasks if not task.folder.exists()]
+        make_blocks(dataclasses.replace(job, tasks=missing[:count]))
+        raise error
+
+
+def _result(worker: "subprocess.Popen[bytes]", content: bytes) -> TesseraError | None:
+    """Wait for a worker; its error, if the data have one.
+
+    Raises:
+      TokenCacheError: [T608] the worker was killed.
+    """
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    answer = b""
+    # The worker ends when its input is closed. Nobody reads that of a dead one.
+    with contextlib.suppress(BrokenPipeError), worker.stdin as stdin:
+        stdin.write(content)
+        stdin.flush()
+        answer = worker.stdout.read()
+    worker.stdout.close()
+    code = worker.wait()
+    if not answer:
+        raise TokenCacheError(
+            "a process that makes tokens has died",
+            got=f"exit code {code}; the blocks that were made are kept",
+            fix="start again to make the others; if memory ran out, with fewer "
+            "processes: data.num_workers=1",
+        )
+    if (error := pickle.loads(answer)) is None:
+        return None
+    cls, what, got, fix = error
+    return cls(what, got=got, fix=fix)
+
+
+def describe_error(error: TesseraError | None) -> bytes:
+    """What a worker answers: its error, or None, pickled."""
+    parts = error and (type(error), error.what, error.got, error.fix)
+    return pickle.dumps(parts)

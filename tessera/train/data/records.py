@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the records of a unit one after another, in bounded memory.
+
+A text file is one record, or several of ``MOST_TEXT_BYTES`` each. JSON lines have one
+in each line, tables one in each row: a text, or the messages of a conversation.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from tessera.errors import BadRecordError, DataFormatError, did_you_mean
+from tessera.errors.untrusted_text import check_json_values
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.chat_template import Conversation
+from tessera.train.data.data_config import DataConfig
+from tessera.train.data.record_values import (
+    TEMPLATE_ARGUMENTS,
+    TOOLS,
+    UNUSED,
+    UnusableRecordError,
+    conversation_value,
+    kind_of,
+    not_utf8,
+    text_value,
+    unused_keys,
+)
+from tessera.train.data.tables import TOO_LONG, column_names, read_columns
+from tessera.train.data.units import (
+    JSON_LINES,
+    MOST_TEXT_BYTES,
+    TEXT,
+    Unit,
+    line_sizes,
+)
+from tessera.train.files.regular_files import check_regular
+
+_MOST_RECORD_BYTES: Final = 64 * 2**20
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_FIRST_BYTES: Final[Mapping[bytes, str]] = MappingProxyType(
+    {
+        b"\x1f\x8b": "gzip, in a file that does not end in .gz",
+        b"PK\x03\x04": "a zip archive",
+        b"PAR1": "Parquet",
+        b"ARROW1": "Arrow",
+        b"\x28\xb5\x2f\xfd": "zstd, in a file that does not end in .zst",
+        b"BZh": "bzip2",
+        b"\xfd7zXZ": "xz",
+        b"%PDF-": "a PDF",
+    }
+)
+
+
+class Record(NamedTuple):
+    """One document.
+
+    Attributes:
+      unit: The unit that it is in.
+      offset: Where it begins: its first byte in the decompressed file, or its row.
+      text: The text; bytes of text files are not decoded. Empty if there are messages.
+      conversation: The messages, and what else the chat template is given.
+    """
+
+    unit: Unit
+    offset: int
+    text: str | bytes
+    conversation: Conversation | None = None
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages: ``web.jsonl, line 12``."""
+        return f"{self.unit.name}{_position(self.unit, self.offset)}"
+
+    @property
+    def first_line(self) -> int:
+        """The number of its first line in a text file; 1 in other files."""
+        return self.unit.line_at(self.offset) if self.unit.format == TEXT else 1
+
+
+def _position(unit: Unit, offset: int) -> str:
+    """Where a record of a unit begins; slow, because lines have to be counted."""
+    if unit.format == TEXT:
+        return ""
+    if unit.format == JSON_LINES:
+        return f", line {unit.line_at(offset)}"
+    return f", row {offset + 1}"
+
+
+def read_records(
+    unit: Unit, config: DataConfig, bad_records: BadRecords
+) -> Iterator[Record]:
+    """The records of a unit, in order, without those that cannot be used.
+
+    Args:
+      unit: What to read.
+      config: The settings ``format``, ``text_key`` and ``messages_key``.
+      bad_records: Counts the records that are skipped.
+
+    Raises:
+      DataNotFoundError: [T601] the file cannot be read.
+      DataFormatError: [T606] it is not text.
+      BadRecordError: [T607] too many records cannot be used.
+    """
+    if unit.format == TEXT:
+        yield from _read_text(unit, check=config.format == "auto")
+        return
+    values = _read_lines if unit.format == JSON_LINES else _read_rows
+    key = config.messages_key or config.text_key
+    others = (TOOLS, TEMPLATE_ARGUMENTS) if config.messages_key else ()
+    for offset, parse in values(unit, key, others):
+        try:
+            values_by_key = parse()
+            if config.messages_key:
+                conversation = conversation_value(values_by_key, key)
+                bad_records.ignore(unused_keys(values_by_key, conversation))
+                yield Record(unit, offset, "", conversation)
+            else:
+                yield Record(unit, offset, text_value(values_by_key[key], key))
+        except UnusableRecordError as error:
+            kind, reason = error.args
+            bad_records.skip(kind, bad_record(unit, offset, reason, config))
+
+
+# --- text
+
+
+def _read_text(unit: Unit, *, check: bool) -> Iterator[Record]:
+    offset, pending = unit.begin, b""
+    with unit.open(unit.begin) as stream:
+        while True:
+            size = MOST_TEXT_BYTES - len(pending)
+            if unit.end is not None:
+                size = min(size, unit.end - offset - len(pending))
+            content = pending + stream.read(size)
+            if len(content) < MOST_TEXT_BYTES:
+                break
+            cut = content.rfind(b"\n") + 1 or _character_boundary(content)
+            content, pending = content[:cut], content[cut:]
+            if check:
+                _check_text(unit, offset, content)
+            yield Record(unit, offset, content)
+            offset += cut
+    if check:
+        _check_text(unit, offset, content)
+    if content:
+        yield Record(unit, offset, content)
+
+
+def _character_boundary(content: bytes) -> int:
+    """The end of the last UTF-8 character that is surely complete."""
+    ends = range(len(content) - 1, max(len(content) - 5, 0), -1)
+    return next((i for i in ends if content[i] & 0xC0 != 0x80), len(content))
+
+
+def _check_text(unit: Unit, offset: int, content: bytes) -> None:
+    for begin, kind in _FIRST_BYTES.items():
+        if not offset and content.startswith(begin):
+            raise not_text(unit, f"{kind}, by its first bytes")
+    if (zero := content.find(b"\0")) >= 0:
+        offset += zero
+        raise not_text(unit, f"binary, with the byte 0x00 at offset {offset}")
+
+
+def not_text(unit: Unit, got: str) -> DataFormatError:
+    """The error for a file of another format."""
+    fix = 'write its texts as lines {"text": …} to a file with the suffix .jsonl'
+    if "0x00" in got:
+        fix = "convert it to UTF-8 if it is UTF-16 or UTF-32; else " + fix
+    elif got.startswith("JSON"):
+        fix += f": jq -c '.[]' {unit.path.name} > texts.jsonl"
+    return DataFormatError(
+        f"the data file {unit.name!r} is not text",
+        got=f"{unit.path}: {got}",
+        fix=f"{fix}\nor train on the raw bytes: data.format=text",
+    )
+
+
+# --- JSON lines
+
+
+# The values of a record by key, or an UnusableRecordError.
+_Parse: TypeAlias = Callable[[], Mapping[str, Any]]
+
+
+def _read_lines(
+    unit: Unit, key: str, others: Sequence[str]
+) -> Iterator[tuple[int, _Parse]]:
+    """The offset and values of each line that is not blank."""
+    del others  # a line is parsed whole
+    offset = unit.begin
+    with unit.open(unit.begin) as stream:
+        while unit.end is None or offset < unit.end:
+            line = stream.readline(_MOST_RECORD_BYTES + 1)
+            size = len(line)
+            if not size:
+                return
+            if size > _MOST_RECORD_BYTES and not line.endswith(b"\n"):
+                line = b""  # before the rest is read
+                yield offset, _refuse_length
+                offset += size + next(line_sizes(stream), (0, False))[0]
+                continue
+            if not offset:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if line.strip():
+                yield offset, partial(_values_in, line.removesuffix(b"\n"), key)
+            offset += size
+
+
+def _refuse_length() -> Mapping[str, Any]:
+    most = f"{_MOST_RECORD_BYTES // 2**20} MiB"
+    raise UnusableRecordError("too long", f"it is longer than {most}")
+
+
+def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
+    try:
+        text = line.decode()
+        check_json_values(text)
+        record = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from error
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON: {error.msg} at character {error.pos + 1}"
+        raise UnusableRecordError("invalid JSON", reason) from error
+    except RecursionError as error:
+        reason = "it is not readable JSON: brackets are nested too deeply"
+        raise UnusableRecordError("invalid JSON", reason) from error
+    except ValueError as error:  # a number of too many digits
+        raise UnusableRecordError("invalid JSON", str(error)) from error
+    if not isinstance(record, dict):
+        reason = f"it is {kind_of(record)}, not an object"
+        raise UnusableRecordError("wrong type", reason)
+    if key not in record:
+        near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
+        raise UnusableRecordError("missing key", f"it has no key {key!r}; {near}")
+    return record
+
+
+def _read_rows(
+    unit: Unit, key: str, others: Sequence[str]
+) -> Iterator[tuple[int, _Parse]]:
+    """The number and values of each row of a table."""
+    with unit.coded_errors():
+        check_regular(unit.path)
+        try:
+            # Not read, as they may be images.
+            names = column_names(unit.path, unit.format) if others else ()
+            unused = {name: True for name in names if name in UNUSED}
+            for row, values in read_columns(
+                unit.path,
+                unit.format,
+                (key, *others),
+                unit.begin,
+                unit.end,
+                _MOST_RECORD_BYTES,
+            ):
+                yield row, partial(_values_of_row, {**unused, **values})
+        except KeyError as error:
+            (names,) = error.args
+            raise BadRecordError(
+                f"the data file {unit.name!r} has no column {key!r}",
+                got=f"{unit.path} has {', '.join(names)}",
+                fix="set data.text_key or data.messages_key to a column; "
+                + did_you_mean(key, names[:12]),
+            ) from error
+
+
+def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    for value in values.values():
+        if isinstance(value, UnicodeDecodeError):
+            raise not_utf8(value)
+        if value is TOO_LONG:
+            _refuse_length()
+        if isinstance(value, Exception):
+            raise UnusableRecordError("wrong type", f"it cannot be read: {value}")
+    return values
+
+
+def bad_record(
+    unit: Unit, offset: int, reason: str, config: DataConfig
+) -> BadRecordError:
+    """The error for a record that cannot be used."""
+    position = _position(unit, offset).removeprefix(", ")
+    what = "messages" if config.messages_key else "text"
+    key = config.messages_key or config.text_key
+    fixes = [
+        f'write one JSON object a line, with its {what} under "{key}"',
+        f"or use another key: data.{what}_key=<name>",
+        "or skip such records: data.max_bad_records=<count>",
+        "or train on the raw lines: data.format=text",
+    ]
+    return BadRecordError(
+        f"{position} of the data file {unit.name!r} has no {what}",
+        got=f"{unit.path}, {position}: {reason}",
+        fix="\n".join(fixes if unit.format == JSON_LINES else fixes[1:3]),
+    )

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads columns of a table in batches: Parquet files, and Arrow files of datasets.
+
+``OSError`` without a number stands for a file that is not such a table.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from tessera.errors import DataFormatError, TesseraError
+from tessera.train.data.arrow_messages import MAGIC, batch_sizes
+from tessera.train.data.extras import import_extra
+from tessera.train.data.parquet_pages import Page, read_pages
+
+PARQUET: Final = "parquet"
+ARROW: Final = "arrow"
+TABLES: Final = (PARQUET, ARROW)
+
+_BATCH_ROWS: Final = 64
+_BATCH_BYTES: Final = 16 * 2**20
+# Of a dictionary in one of its values: writers end one at 1 MiB, and 64 rows fit.
+_DICTIONARY_SHARE: Final = 4
+_BUFFER_BYTES: Final = 2**20
+# Of a page of Parquet or a compressed batch of Arrow, which are decompressed whole.
+# DuckDB writes pages of up to 100 MB.
+_MOST_PAGE_BYTES: Final = 256 * 2**20
+
+TOO_LONG: Final = object()
+"""In place of a value that is too long to be read."""
+
+
+def row_count(path: Path, kind: str) -> int:
+    """The number of rows of a file."""
+    if kind == PARQUET:
+        with _parquet(path) as file:
+            return file.metadata.num_rows
+    with _arrow(path) as batches:
+        return sum(len(batch) for batch in batches)
+
+
+def row_group_ends(path: Path) -> list[tuple[int, int]]:
+    """The row after each row group of a Parquet file, and the group's size in bytes."""
+    with _parquet(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        ends: list[tuple[int, int]] = []
+        end = 0
+        for group in groups:
+            end += group.num_rows
+            ends.append((end, group.total_byte_size))
+        return ends
+
+
+def column_names(path: Path, kind: str) -> list[str]:
+    """The names of the columns of a file."""
+    if kind == PARQUET:
+        with _parquet(path) as file:
+            return file.schema_arrow.names
+    with _arrow(path) as batches:
+        return next((batch.schema.names for batch in batches), [])
+
+
+def read_columns(
+    path: Path,
+    kind: str,
+    keys: Sequence[str],
+    begin: int,
+    end: int | None,
+    most_bytes: int,
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows of some columns in ``[begin, end)``: their numbers and values.
+
+    Of the columns but the first, those that do not exist are left out. A value that is
+    not UTF-8 is the ``UnicodeDecodeError``, one of more than ``most_bytes`` TOO_LONG.
+    One that Python cannot have, a date in the year 10,000, is another exception.
+
+    Raises:
+      KeyError: There is no such first column; has the names of the others.
+      DataFormatError: [T606] a page of Parquet or a compressed batch is too large.
+    """
+    batches = _parquet_batches if kind == PARQUET else _arrow_batches
+    for row, names, batch in batches(path, keys, begin):
+        if keys[0] not in names:
+            raise KeyError(names)
+        if end is not None and row >= end:
+            return
+        part = slice(max(begin - row, 0), None if end is None else end - row)
+        columns = {key: batch.column(key)[part] for key in keys if key in names}
+        values_of = partial(_values, most_bytes=most_bytes)
+        rows = zip(*map(values_of, columns.values()), strict=True)
+        for number, values in enumerate(rows, row + part.start):
+            yield number, dict(zip(columns, values, strict=True))
+
+
+def _values(column: Any, most_bytes: int) -> Iterator[Any]:
+    is_large = column.nbytes > most_bytes
+    try:
+        if not is_large:
+            yield from column.to_pylist()
+            return
+    except Exception:
+        pass
+    for row, scalar in enumerate(column):
+        try:
+            is_refused = is_large and _size(column, row, scalar) > most_bytes
+            yield TOO_LONG if is_refused else scalar.as_py()
+        except Exception as error:
+            yield error
+
+
+def _size(column: Any, row: int, scalar: Any) -> int:
+    """The bytes of a value, which is not copied."""
+    if hasattr(scalar, "dictionary"):
+        scalar = scalar.value
+    if hasattr(scalar, "as_buffer"):  # text or bytes
+        buffer = scalar.as_buffer()
+        return 0 if buffer is None else buffer.size
+    return column.slice(row, 1).nbytes
+
+
+def _parquet_batches(
+    path: Path, keys: Sequence[str], begin: int
+) -> Iterator[tuple[int, list[str], Any]]:
+    with _parquet(path) as file:
+        names = file.schema_arrow.names
+        columns = [key for key in keys if key in names]
+        row = 0
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            rows = group.num_rows
+            if row + rows > begin or keys[0] not in names:
+                most = _rows_at_a_time(path, group, columns)
+                # One group at a time, so that its rows have known numbers.
+                for batch in file.iter_batches(
+                    most, row_groups=[number], columns=columns, use_threads=False
+                ):
+                    yield row, names, batch
+                    row += len(batch)
+            else:
+                row += rows
+
+
+def _rows_at_a_time(path: Path, group: Any, columns: Sequence[str]) -> int:
+    """How many rows of a group take a few megabytes in some of its columns.
+
+    Raises:
+      DataFormatError: [T606] one of their pages is larger than a reader may hold.
+    """
+    row_bytes, prefixes = 1.0, tuple(f"{column}." for column in columns)
+    for chunk in (group.column(i) for i in range(group.num_columns)):
+        if not f"{chunk.path_in_schema}.".startswith(prefixes):
+            continue
+        begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
+        with path.open("rb") as file:
+            pages = [*read_pages(file, begin, begin + chunk.total_compressed_size)]
+        largest = max((page.size for page in pages), default=0)
+        if largest > _MOST_PAGE_BYTES:
+            raise _too_large(
+                path,
+                f"a page of the column {chunk.path_in_schema!r}",
+                largest,
+                "write it again with smaller pages, as data_page_size of pyarrow sets "
+                "them, and without the text that is larger",
+            )
+        mean = chunk.total_uncompressed_size / max(group.num_rows, 1)
+        values = max(chunk.num_values / max(group.num_rows, 1), 1)
+        row_bytes += max([mean, *(_value_bytes(page) * values for page in pages)])
+    return max(min(_BATCH_ROWS, int(_BATCH_BYTES / row_bytes)), 1)
+
+
+def _value_bytes(page: Page) -> float:
+    """What a value may take: any may be the longest of a dictionary."""
+    if page.is_dictionary:
+        return page.size / _DICTIONARY_SHARE
+    return page.size / max(page.values, 1)
+
+
+def _too_large(path: Path, what: str, size: int, fix: str) -> DataFormatError:
+    return DataFormatError(
+        f"the data file {path.name!r} has a part that is too large",
+        got=f"{path}: {what} takes {size // 2**20:,} MiB of memory, and at most "
+        f"{_MOST_PAGE_BYTES // 2**20} MiB are read",
+        fix=fix,
+    )
+
+
+def _check_batches(path: Path) -> None:
+    """Check that no batch of an Arrow file decompresses to more than a reader may hold.
+
+    Raises:
+      DataFormatError: [T606] one does.
+    """
+    with path.open("rb") as file:
+        largest = max(batch_sizes(file), default=0)
+    if largest > _MOST_PAGE_BYTES:
+        raise _too_large(
+            path,
+            "a record batch",
+            largest,
+            "write it again in smaller batches, as max_chunksize of pyarrow sets them, "
+            "or uncompressed",
+        )
+
+
+def _arrow_batches(
+    path: Path, keys: Sequence[str], begin: int
+) -> Iterator[tuple[int, list[str], Any]]:
+    del begin  # a stream is read from its beginning, with all columns
+    row = 0
+    with _arrow(path) as batches:
+        for whole in batches:
+            for key in set(keys) & {*whole.schema.names}:
+                _check_offsets(whole.column(key))
+            for start in range(0, len(whole), _BATCH_ROWS):
+                batch = whole.slice(start, _BATCH_ROWS)
+                yield row, whole.schema.names, batch
+                row += len(batch)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    parquet = import_extra("pyarrow.parquet", path.name, "data", DataFormatError)
+    with (
+        _errors(path),
+        # Pages are read one after another, not a whole column of a group.
+        parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file,
+    ):
+        yield file
+
+
+@contextmanager
+def _arrow(path: Path) -> Iterator[Iterator[Any]]:
+    """The record batches of an Arrow file or, as datasets writes them, stream."""
+    arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
+    # Not memory-mapped: pages of the file would count as memory of the process.
+    with _errors(path), arrow.OSFile(str(path)) as source:
+        _check_batches(path)
+        is_file = source.read(len(MAGIC)) == MAGIC
+        source.seek(0)
+        if is_file:
+            reader = arrow.ipc.open_file(source)
+            yield (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            yield iter(arrow.ipc.open_stream(source))
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, TesseraError):
+        raise
+    # Those of pyarrow, and what its parts of Python raise for values in the file.
+    except Exception as error:
+        raise OSError(str(error)) from error
+
+
+def _check_offsets(column: Any) -> None:
+    """Raise ``ArrowInvalid`` if values of a column lie outside of its buffers.
+
+    pyarrow maps Arrow files as they are: it would read other memory, and crash. Text is
+    checked as bytes, because one value that is not UTF-8 is one bad record.
+    """
+    column.validate()
+    column.view(_as_bytes(column.type)).validate(full=True)
+
+
+def _as_bytes(kind: Any) -> Any:
+    """An Arrow type with bytes in the place of text."""
+    pyarrow = import_extra("pyarrow", "an Arrow file", "data", DataFormatError)
+
+    types = pyarrow.types
+    if types.is_string(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if types.is_struct(kind):
+        return pyarrow.struct([one.with_type(_as_bytes(one.type)) for one in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        item = kind.value_field.with_type(_as_bytes(kind.value_type))
+        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return make(item)
+    return kind

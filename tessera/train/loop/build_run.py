@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Run``: the model, mesh, data and compiled step that a ``Config`` describes."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tessera.analysis.flops import count
+from tessera.graph.compile_stages import Compiled
+from tessera.graph.function import Function
+from tessera.graph.pipelining.balance_stages import describe
+from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
+from tessera.graph.pipelining.schedule_table import Schedule
+from tessera.mesh import Mesh
+from tessera.ops.loss_scale import LossScale
+from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.config import Config, data_parallel_groups
+from tessera.train.config.layout_checks import build_model
+from tessera.train.config.setting_conflicts import numerics_problems
+from tessera.train.config.setting_fields import raise_all
+from tessera.train.data import Corpus, load
+from tessera.train.data.tokenization import tokenizer_fingerprint
+from tessera.train.data.vocabulary import check_tokens
+from tessera.train.loop import optimizer_offload
+from tessera.train.loop.device_checks import (
+    check_compilable,
+    check_fp8,
+    check_state_fits,
+)
+from tessera.train.loop.host_data_sharding import HostShard
+from tessera.train.loop.optimizers import make_optimizer
+from tessera.train.loop.pipelined_model import schedule_of
+from tessera.train.loop.spikes import SpikeGuard
+from tessera.train.loop.step import (
+    StepConfig,
+    batch_spec,
+    make_eval_step,
+    make_train_step,
+)
+from tessera.train.loop.train_state import TrainState, abstract_state, state_specs
+from tessera.train.models.model import Model
+from tessera.train.models.partition_rules import Placement
+from tessera.train.models.staged_model import StagedModel
+from tessera.train.models.weights import check_weights
+
+_BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its configuration describes it, before its first array.
+
+    Attributes:
+      config: What was asked for, with the microbatches of a global batch on the mesh.
+      mesh: Where it runs; it may be abstract, which is enough for a dry run.
+    """
+
+    config: Config
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        """Derive the microbatches; raises T503 where the mesh cannot share a batch."""
+        config = with_batch_sizes(self.config, self.mesh.shape)
+        object.__setattr__(self, "config", config)
+
+    @cached_property
+    def model(self) -> Model:
+        """The model, without arrays."""
+        return build_model(self.config, self.mesh)
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The order of the pipeline, where an axis ``pp`` of the mesh runs one."""
+        training = self.config.training
+        if training.numerics == "deterministic":
+            return None
+        return schedule_of(
+            self.mesh,
+            training.pipeline_schedule,
+            training.pipeline_chunks,
+            training.gradient_accumulation_steps,
+        )
+
+    @cached_property
+    def step_config(self) -> StepConfig:
+        """What the step is made of."""
+        training = self.config.training
+        optimizer, learning_rate = make_optimizer(
+            self.config.optimizer,
+            steps=training.steps,
+            clip_norm=training.clip_norm,
+            world_size=Placement(self.mesh).size("batch"),
+        )
+        if training.eval_only:  # a state without arrays beside the parameters
+            optimizer, off = optax.identity(), {"offload_optimizer": False}
+            training = replace(training, gradient_compression="none", **off)
+        return StepConfig(
+            model=self.model,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            mesh=self.mesh,
+            accumulation=training.gradient_accumulation_steps,
+            sync_every=training.sync_gradients_every,
+            reduces_narrow=training.precision.reduces_narrow,
+            zero_stage=training.zero_stage,
+            offload_optimizer=training.offload_optimizer,
+            schedule=self.schedule,
+            gathers_once=training.pipeline_gather == "step",
+            compression=training.gradient_compression,
+            microshards=(
+                training.microshards if training.numerics == "deterministic" else None
+            ),
+            compression_ratio=training.compression_ratio,
+            # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
+            loss_chunk=training.loss_chunk if training.numerics == "fast" else "none",
+            spikes=self._spike_guard,
+        )
+
+    @property
+    def _spike_guard(self) -> SpikeGuard | None:
+        training = self.config.training
+        if training.on_spike == "none" or training.eval_only:
+            return None
+        return SpikeGuard(
+            training.on_spike, training.spike_threshold, training.spike_window
+        )
+
+    @cached_property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale to begin with; fp16 alone has one."""
+        narrow = self.config.training.precision.computation == "float16"
+        return LossScale.dynamic() if narrow else None
+
+    @cached_property
+    def step(self) -> Function:
+        """The training step: ``(state, batch) -> (state, metrics)``."""
+        return make_train_step(self.step_config, self.abstract_state)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """The compiled step, which its first call finds; or the only evaluation."""
+        if self.config.training.eval_only:
+            return self._compiled_evaluation
+        return self.step.compile(self.abstract_state, self.abstract_batch)
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of one step, on all devices together."""
+        return count(self.compiled.traced.graph.program).total
+
+    @cached_property
+    def evaluate(self) -> Function:
+        """The loss of one batch: ``(params, batch) -> (summed loss, tokens)``."""
+        return make_eval_step(self.step_config)
+
+    def compile_evaluation(self, corpus: Corpus) -> None:
+        """Compile it before the first step, where there is anything to evaluate.
+
+        A run that is asked to end cannot do so in the middle of a compilation.
+        """
+        if corpus.has_validation:
+            _ = self._compiled_evaluation
+
+    @cached_property
+    def _compiled_evaluation(self) -> Compiled:
+        rows = self.config.rows_per_evaluation(self.mesh)
+        shape = rows, self.config.training.sequence_length
+        struct = self._struct(
+            jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
+        )
+        batch = dict.fromkeys(_BATCH, struct)
+        return self.evaluate.compile(self.abstract_state.params, batch)
+
+    @property
+    def validation_spec(self) -> PartitionSpec:
+        """The layout of the arrays of a batch that is evaluated."""
+        return PartitionSpec(self.step_config.data_axes or None)
+
+    def step_fingerprint(self) -> tuple[str, dict[str, str]]:
+        """A fingerprint of the lowered step, and how often it has each operation.
+
+        Processes whose fingerprints differ would exchange numbers of other programs.
+        """
+        text = self.compiled.traced.lower().as_text()
+        kinds = Counter(re.findall(r"\b(?:stablehlo|sdy)\.\w+", text))
+        counts = {kind: str(number) for kind, number in sorted(kinds.items())}
+        return hashlib.sha256(text.encode()).hexdigest()[:16], counts
+
+    def data_fingerprint(self, corpus: Corpus) -> tuple[str, dict[str, str]]:
+        """A fingerprint of the data and of the tokenizer, and those of their parts."""
+        tokenizer = tokenizer_fingerprint(self.config.data.tokenizer)
+        parts = corpus.fingerprint_parts() | {"tokenizer": tokenizer}
+        return corpus.fingerprint, parts
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of the state; nothing is allocated."""
+        shapes = abstract_state(
+            self.model, self.step_config.optimizer, loss_scale=self.loss_scale
+        )
+        specs = state_specs(
+            self.model,
+            self.step_config.optimizer,
+            self.mesh,
+            loss_scale=self.loss_scale,
+            zero_stage=self.step_config.zero_stage,
+        )
+        exchange = self.step_config.exchange
+        shapes = replace(shapes, residual=exchange.abstract_residual)
+        specs = replace(specs, residual=exchange.residual_specs)
+        if (guard := self.step_config.spikes) is not None:
+            shapes = replace(shapes, spikes=guard.abstract_window)
+            specs = replace(specs, spikes=guard.specs)
+        state = jax.tree.map(self._struct, shapes, specs)
+        if not self.step_config.offload_optimizer:
+            return state
+        places = optimizer_offload.shardings(
+            self.mesh.compile_mesh, specs.optimizer, shapes.optimizer, on_host=True
+        )
+        moved = jax.tree.map(optimizer_offload.placed_struct, shapes.optimizer, places)
+        return replace(state, optimizer=moved)
+
+    @property
+    def abstract_batch(self) -> dict[str, Any]:
+        """Shapes, dtypes and layouts of one step's batch."""
+        training = self.config.training
+        rows = self.config.rows_per_microbatch(self.mesh)
+        steps = training.gradient_accumulation_steps
+        shape = jax.ShapeDtypeStruct((steps, rows, training.sequence_length), jnp.int32)
+        return {
+            name: self._struct(shape, batch_spec(self.step_config)) for name in _BATCH
+        }
+
+    def layout_notes(self) -> list[str]:
+        """What a reader of the settings would not expect, one sentence each."""
+        return [
+            *self.model.layout_notes(self.mesh),
+            *self.step_config.zero.notes(),
+            *self._optimizer_notes(),
+            *self._pipeline_notes(),
+            *self._numerics_notes(),
+            *self._unused_notes(),
+            *self._adapter_notes(),
+        ]
+
+    def _adapter_notes(self) -> Iterator[str]:
+        training = self.config.training
+        begins = training.resume == "none" and training.init_from is None
+        if self.model.adapters and begins:
+            yield (
+                "the weights that adapters are added to are random: there is no "
+                "training.init_from"
+            )
+
+    def _optimizer_notes(self) -> Iterator[str]:
+        """Where the optimizer's state makes a setting change nothing."""
+        config = self.step_config
+        leaves = jax.tree.leaves(self.abstract_state.optimizer)
+        if any(leaf.shape for leaf in leaves):
+            if config.offload_optimizer:
+                yield from optimizer_offload.notes(self.mesh)
+            return
+        reason = "changes nothing: this optimizer keeps no arrays"
+        if config.zero_stage == 1:
+            yield f"zero_stage 1 {reason}"
+        if config.offload_optimizer:
+            yield f"offload_optimizer {reason}"
+
+    def _pipeline_notes(self) -> list[str]:
+        """The split of the layers and the schedule; what they waste, as a warning."""
+        schedule, model, split = self.schedule, self.model, self.model.split
+        if schedule is None or split is None or not isinstance(model, StagedModel):
+            return []
+        fewer_microbatches_warning(schedule)
+        costs, head = model.layer_costs
+        notes = [describe(split.layers, costs, last=head), schedule.summary()]
+        if self.step_config.gathers_once and self.mesh.shape.get("fsdp", 1) == 1:
+            notes.append("pipeline_gather step changes nothing: 'fsdp' has one device")
+        return notes
+
+    def _numerics_notes(self) -> Iterator[str]:
+        """What the axes do that split no batch, where the order of sums is fixed."""
+        groups = self.step_config.data_axes
+        others = [
+            f"{axis} {size}"
+            for axis, size in self.mesh.shape.items()
+            if axis not in groups and size > 1
+        ]
+        if self.step_config.fixed_order is not None and others:
+            yield (
+                f"{', '.join(others)}: with deterministic numerics they split what is "
+                "stored between steps; in a step their devices share the rows of the "
+                "batch, with whole parameters"
+            )
+
+    def _unused_notes(self) -> Iterator[str]:
+        """Settings that have nothing to do in a model or on a mesh of these sizes."""
+        every = self.step_config.sync_every
+        rule = self.config.optimizer.scale_learning_rate
+        if data_parallel_groups(self.mesh.shape) == 1:
+            reason = "changes nothing: there is one data-parallel group"
+            if every > 1:
+                yield f"sync_gradients_every {every} {reason}"
+            if rule != "none":
+                yield f"scale_learning_rate {rule} {reason}"
+
+    def check(self) -> None:
+        """Raise what does not fit before anything is compiled or written.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a parameter cannot be split over its axes.
+          HostMemoryError: [T703] there is no host memory to offload to.
+          SettingConflictError: [T507] numerics cannot be deterministic here, or the
+            devices have no fp8.
+          BatchSizeError: [T503] a step cannot be cut into its microshards.
+          WeightFileError: [T805] the file to begin with has other parameters.
+          DeviceCountError: [T702] the mesh has too many devices to compile for here.
+          DeviceMemoryError: [T509] the devices do not hold the state.
+        """
+        # A size of -1 is known only now.
+        raise_all([*numerics_problems(self.config, self.mesh.shape)])
+        check_compilable(self.mesh)
+        if self.config.training.precision.fp8:
+            check_fp8(self.mesh)
+        self.model.layouts(self.mesh)
+        if self.config.training.init_from is not None:
+            check_weights(self.config.training.init_from, self.model)
+        if self.step_config.offload_optimizer:
+            optimizer_offload.check_host_memory(self.mesh)
+        if not (self.config.training.dry_run or self.mesh.is_abstract):
+            check_state_fits(self.abstract_state, self.mesh)
+
+    def load_data(self) -> Corpus:
+        """Read and pack the data, and see that it makes batches.
+
+        Raises:
+          TesseraError: T601 to T608, as ``data.load`` says; T604 and T605 also for the
+            text that the sample at the end continues.
+          EmptyDataError: [T602] there are fewer rows than one step takes.
+          BatchSizeError: [T503] a batch cannot be divided over the processes.
+        """
+        training = self.config.training
+        corpus = load(
+            self.config.data,
+            sequence_length=training.sequence_length,
+            seed=training.seed,
+            vocab_size=self.model.vocab_size,
+        )
+        part = self.host_shard.index, self.host_shard.count
+        # The loop would raise the same errors, but after the step was compiled.
+        if not training.eval_only:
+            self._check_prompt(corpus)
+            corpus.train(
+                self.config.rows_per_step(self.mesh),
+                *part,
+                microbatches=training.gradient_accumulation_steps,
+            ).close()
+        corpus.validation(self.config.rows_per_evaluation(self.mesh), *part)
+        return corpus
+
+    def _check_prompt(self, corpus: Corpus) -> None:
+        """See that the model has the tokens that the sample at the end continues."""
+        training, tokenizer = self.config.training, corpus.tokenizer
+        if training.sample_length and tokenizer.kind != "synthetic":
+            text = training.sample_prompt
+            ids, size = tokenizer.encode(text), self.model.vocab_size
+            check_tokens("training.sample_prompt", text, ids, tokenizer, size)
+
+    @property
+    def num_training_rows(self) -> int:
+        """Sequences that all steps of the run learn from."""
+        return self.config.training.steps * self.config.rows_per_step(self.mesh)
+
+    @cached_property
+    def host_shard(self) -> HostShard:
+        """Which rows of each batch this process reads."""
+        return HostShard.of(self.mesh, self.step_config.data_axes)
+
+    def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(self.mesh.compile_mesh, spec)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

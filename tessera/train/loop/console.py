@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows a run on the terminal and writes ``train.log``.
+
+On a terminal: panels, a table and a progress bar, by rich. Anywhere else, and in the
+log file always: plain lines through Python's logging, logger ``tessera``.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from time import monotonic
+from traceback import format_exception
+from types import TracebackType
+from typing import TextIO
+
+import yaml
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from tessera.errors.untrusted_text import printable
+from tessera.train.config.setting_fields import as_yaml, walk
+
+log = logging.getLogger("tessera")
+
+# A record that the terminal has been shown in another form.
+_SHOWN = {"shown": True}
+
+
+class Console:
+    r"""Shows a run, and writes its log while it is open.
+
+    Args:
+      log_file: ``train.log``; None writes none, as every process but the first does.
+      rank: This process's number. Only number 0 shows more than log records.
+      num_processes: With more than one, each line begins with ``[rank i]``.
+      stream: Where to show it; None is standard output.
+      terminal: Whether that is a terminal; None finds out.
+      width: Columns; None asks the terminal.
+
+    Example:
+      >>> import io
+      >>> seen = io.StringIO()
+      >>> with Console(None, stream=seen, terminal=False) as console:
+      ...     console.show_validation(100, 2.25)
+      >>> seen.getvalue().split(" ", 1)[1]
+      'validation after step 100: loss 2.2500\n'
+    """
+
+    def __init__(
+        self,
+        log_file: Path | None,
+        *,
+        rank: int = 0,
+        num_processes: int = 1,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        width: int | None = None,
+    ) -> None:
+        stream = sys.stdout if stream is None else stream
+        if isinstance(stream, TextIOWrapper):
+            # A sample may hold any character, and the locale of a job may be ASCII.
+            stream.reconfigure(errors="backslashreplace")
+        self._rich = RichConsole(
+            file=stream, force_terminal=terminal, width=width, highlight=False
+        )
+        usable = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._on_terminal = rank == 0 and usable
+        self._is_first = rank == 0
+        text = f"[rank {rank}] %(message)s" if num_processes > 1 else "%(message)s"
+        seen: logging.Handler = _TerminalHandler(self._rich)
+        if not self._on_terminal:
+            seen = logging.StreamHandler(stream)
+            seen.setFormatter(logging.Formatter(f"%(asctime)s {text}", "%H:%M:%S"))
+        self._handlers: list[logging.Handler] = [seen]
+        if log_file is not None:
+            layout = logging.Formatter(
+                f"%(asctime)s %(levelname)s {text}", "%Y-%m-%d %H:%M:%S"
+            )
+            kept = logging.FileHandler(
+                log_file, encoding="utf-8", errors="backslashreplace"
+            )
+            kept.setFormatter(layout)
+            self._handlers.append(kept)
+        for handler in self._handlers:
+            handler.addFilter(_escaped)
+
+    def __enter__(self) -> "Console":
+        self._before = log.level, log.propagate
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        for handler in self._handlers:
+            log.addHandler(handler)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handler in self._handlers:
+            log.removeHandler(handler)
+            if error is not None and isinstance(handler, logging.FileHandler):
+                # Whoever catches the error shows it; the file keeps its traceback.
+                why = "".join(format_exception(error))
+                record = {"levelno": logging.ERROR, "levelname": "ERROR", "msg": why}
+                handler.handle(logging.makeLogRecord(record))
+            handler.close()
+        level, log.propagate = self._before
+        log.setLevel(level)  # which also forgets what was enabled meanwhile
+
+    def show_configuration(self, text: str) -> None:
+        """Show the resolved configuration.
+
+        Args:
+          text: YAML: groups of settings, and settings of no group.
+        """
+        panels: dict[str, list[tuple[str, str]]] = {"run": []}
+        for path, value in walk(yaml.safe_load(text)):
+            group, _, name = path.partition(".")
+            rows = panels.setdefault(group if name else "run", [])
+            rows.append((name or group, as_yaml(value)))
+        self._show("configuration\n" + _indented(text), _two_columns(panels))
+
+    def show_run_table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Show what is about to run: mesh, parameters, memory per device.
+
+        Args:
+          rows: What it is, and how much.
+        """
+        wide = max(len(name) for name, _ in rows)
+        lines = "\n".join(f"  {name:{wide}}  {value}" for name, value in rows)
+        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), expand=False)
+        self._show(f"run\n{lines}", _filled(table, rows, "bold"))
+
+    def show_validation(
+        self, step: int, loss: float, by_source: Mapping[str, float] | None = None
+    ) -> None:
+        """Show the loss on the validation data, in nats per token."""
+        text = f"validation after step {step}: loss {loss:.4f}"
+        if by_source:
+            text += f" ({', '.join(f'{n} {own:.4f}' for n, own in by_source.items())})"
+        self._show(text, Text(printable(text), style="cyan"))
+
+    def show_sample(self, prompt: str, continuation: str) -> None:
+        """Show what the model continues a prompt with.
+
+        What is not printable is shown by its code: a model may write any character,
+        those that command a terminal among them.
+        """
+        prompt, continuation = (
+            printable(text, keep="\n\t") for text in (prompt, continuation)
+        )
+        text = Text.assemble((prompt, "bold"), continuation)
+        self._show(
+            "sample\n" + _indented(prompt + continuation),
+            Panel(text, title="sample", title_align="left", box=box.ROUNDED),
+        )
+
+    @contextmanager
+    def progress(self, num_steps: int, *, done: int = 0) -> Iterator["Progress"]:
+        """A bar that fills as steps are done, on a terminal; log lines anywhere else.
+
+        Args:
+          num_steps: Optimizer steps of the whole run.
+          done: Those done before, by the run that this one continues.
+        """
+        if not self._on_terminal:
+            yield Progress(num_steps, done, None)
+            return
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}"),
+        )
+        with RichProgress(*columns, console=self._rich, expand=True) as bar:
+            bar.add_task("", total=num_steps, completed=done, status="")
+            yield Progress(num_steps, done, bar)
+
+    def _show(self, plain: str, rich: RenderableType) -> None:
+        """Show something on a terminal in one form, and log it in another."""
+        if self._is_first:
+            if self._on_terminal:
+                self._rich.print(rich)
+            log.info("%s", plain, extra=_SHOWN)
+
+
+def _escaped(record: logging.LogRecord) -> bool:
+    """Escape what a terminal would obey: names of files and keys may be anybody's."""
+    record.msg, record.args = printable(record.getMessage(), keep="\n\t"), None
+    return True
+
+
+class Progress:
+    """How far a run is; ``Console.progress`` makes it."""
+
+    def __init__(self, num_steps: int, done: int, bar: RichProgress | None) -> None:
+        self._num_steps, self._bar = num_steps, bar
+        self._first: tuple[int, float] = done, monotonic()
+        self._is_warm = False
+
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_second: float,
+        others: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show the numbers of a step, and log them.
+
+        Args:
+          step: Optimizer steps done.
+          loss: Nats per token.
+          tokens_per_second: Of the whole mesh.
+          others: More numbers, for the log line only.
+        """
+        left = _duration(self._seconds_left(step))
+        text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {left} left"
+        more = "".join(f"  {name} {v:.4g}" for name, v in (others or {}).items())
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, status=text)
+        log.info("step %d/%d  %s%s", step, self._num_steps, text, more, extra=_SHOWN)
+
+    def advance(self, step: int) -> None:
+        """Move the bar between two updates; logs nothing."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    def _seconds_left(self, step: int) -> float:
+        """From the pace since the first update, before which the step was compiled."""
+        now, (first_step, first_time) = monotonic(), self._first
+        if not self._is_warm:
+            self._is_warm, self._first = True, (step, now)
+        pace = (now - first_time) / max(step - first_step, 1)
+        return pace * (self._num_steps - step)
+
+
+class _TerminalHandler(logging.Handler):
+    """Prints log records above the progress bar, those not shown in another form."""
+
+    def __init__(self, console: RichConsole) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "shown", False):
+            style = "yellow" if record.levelno >= logging.WARNING else ""
+            self._console.print(Text(self.format(record), style=style))
+
+
+def _filled(table: Table, rows: Iterable[tuple[str, str]], style: str) -> Table:
+    """A table with a column of names, in a style, and one of values, which wrap."""
+    table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(printable(name)), Text(printable(value, keep="\n")))
+    return table
+
+
+def _two_columns(panels: Mapping[str, list[tuple[str, str]]]) -> RenderableType:
+    """Panels beside each other, each below the shorter column so far.
+
+    Args:
+      panels: Names and values, by the title of their panel.
+    """
+    columns: tuple[list[Panel], list[Panel]] = ([], [])
+    heights = [0, 0]
+    for title, rows in panels.items():
+        if rows:
+            table = _filled(Table.grid(padding=(0, 2)), rows, "dim")
+            panel = Panel(table, title=title, title_align="left", box=box.ROUNDED)
+            shorter = heights.index(min(heights))
+            columns[shorter].append(panel)
+            heights[shorter] += len(rows) + 2
+    grid = Table.grid(expand=True)
+    for _ in columns:
+        grid.add_column(ratio=1)
+    grid.add_row(*(Group(*column) for column in columns))
+    return grid
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip("\n").split("\n"))
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds: ``1:02:03`` or ``2:03``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loop does with a model beside training it: validation loss and a sample."""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera.train.data import Corpus
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.train_state import TrainState
+from tessera.train.models.generation import generate
+
+
+def validation_losses(
+    run: Run, corpus: Corpus, state: TrainState, should_continue: Callable[[], bool]
+) -> dict[str, float] | None:
+    """The loss of the first ``training.validation_sequences`` of each source.
+
+    Which sequences that are does not depend on the rows of a batch: the last batch is
+    padded with rows that have no target.
+
+    Args:
+      run: The run.
+      corpus: Its data.
+      state: Whose parameters.
+      should_continue: Asked before each batch; False ends the evaluation.
+
+    Returns:
+      Nats per token by the name of the source, without those that have no validation
+      text; None where the evaluation was ended.
+    """
+    losses = dict[str, float]()
+    for number, source in enumerate(corpus.sources):
+        sums = _validation_sums(run, corpus, number, state, should_continue)
+        if sums is None:
+            return None
+        total, tokens = sums
+        if tokens:
+            losses[source.name] = total / tokens
+    return losses
+
+
+def _validation_sums(
+    run: Run,
+    corpus: Corpus,
+    source: int,
+    state: TrainState,
+    should_continue: Callable[[], bool],
+) -> tuple[float, float] | None:
+    """Nats and tokens of a source; None where the evaluation was ended."""
+    shard = run.host_shard
+    rows = run.config.rows_per_evaluation(run.mesh)
+    limit = run.config.training.validation_sequences
+    sums, in_flight = np.zeros(2), deque[Any]()
+    with closing(
+        corpus.validation(rows, shard.index, shard.count, source=source, limit=limit)
+    ) as batches:
+        for batch in batches:
+            if not should_continue():
+                return None
+            placed = shard.to_global(batch, run.validation_spec, dim=0)
+            in_flight.append(run.evaluate(state.params, placed))
+            # Read a few batches behind, as the metrics of steps are.
+            if len(in_flight) >= run.config.runtime.max_steps_in_flight:
+                sums += np.asarray(in_flight.popleft(), np.float64)
+    for numbers in in_flight:
+        sums += np.asarray(numbers, np.float64)
+    total, tokens = sums.tolist()
+    return total, tokens
+
+
+def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:
+    """The prompt of ``training.sample_prompt``, and how the model continues it."""
+    training = run.config.training
+    prompt, shown = _prompt(training.sample_prompt, corpus)
+    key = jax.random.fold_in(jax.random.key(training.seed), training.steps)
+    ids = generate(
+        run.model,
+        state.params,
+        prompt[None],
+        training.sample_length,
+        key,
+        mesh=run.mesh,
+        temperature=0.8,
+    )
+    return shown, corpus.tokenizer.decode(ids[0, len(prompt) :])
+
+
+def _prompt(text: str, corpus: Corpus) -> tuple[np.ndarray, str]:
+    """The tokens to continue: the separator alone where the data is not text."""
+    tokenizer = corpus.tokenizer
+    begin = list[int]() if tokenizer.separator is None else [tokenizer.separator]
+    if tokenizer.kind == "synthetic" or not text:
+        return np.array(begin or [0], np.int32), ""
+    return np.concatenate([np.array(begin, np.int32), tokenizer.encode(text)]), text

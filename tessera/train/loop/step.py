@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's step: a Tessera function like any user's.
+
+One optimizer step over ``accumulation`` microbatches. Gradients are summed over tokens
+and divided by their number at the end, so an accumulated step is the step of the full
+batch, however many tokens of each microbatch count.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from tessera.foundations.tree import Tree
+from tessera.graph.function import Function
+from tessera.graph.jit import function
+from tessera.ops.clipping import global_norm
+from tessera.ops.loss_scale import LossScale
+from tessera.train.config.step_config import StepConfig as StepConfig
+from tessera.train.config.step_config import batch_spec as batch_spec
+from tessera.train.loop.gradients import losses, mean_gradients
+from tessera.train.loop.optimizer_offload import to_device, to_host
+from tessera.train.loop.train_state import TrainState, state_specs
+from tessera.train.models.model import Batch, num_targets
+
+
+def make_train_step(config: StepConfig, state: TrainState) -> Function:
+    """Compile-ready function ``(state, batch) -> (state, metrics)``.
+
+    The state is donated. ``batch`` holds int32 arrays ``tokens``, ``targets``,
+    ``segment_ids`` and ``positions``, global ``[accumulation, B, S]``, per device
+    ``[accumulation, B / (dp · fsdp), S]``. Metrics are f32 scalars: ``loss`` in nats
+    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; the
+    model's other sums, as a mean over tokens (with experts ``ROUTER_METRICS``); with a
+    loss scale also ``loss_scale``, whether its gradients overflowed
+    (``overflow``), how many steps' did so far (``overflows``), and how many in a row
+    did with the smallest scale (``stalled_overflows``); with ``config.spikes`` those of
+    ``SpikeGuard.judge``.
+
+    Where ``loss`` or ``grad_norm`` is not finite, or the step is a spike that is to be
+    skipped, nothing is learned: but for a loss scale the new state is the old one. Both
+    are sums over all devices, so that all of them decide alike.
+
+    Args:
+      config: What the step is made of.
+      state: A state or its shapes, for the layouts.
+    """
+    norm_of = config.fixed_order.norm if config.fixed_order else global_norm
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
+        batch = _arranged(config, batch)
+        counted = num_targets(batch)
+        # A batch of padding alone has no gradient, and none is invented for it.
+        tokens = jnp.maximum(counted, 1.0)
+        # It is the mean loss that is scaled: the gradients of a sum would overflow with
+        # the size of the batch.
+        scale = None if state.loss_scale is None else state.loss_scale.value / tokens
+        share = 1.0 / (tokens if scale is None else tokens * scale)
+        sums, gradients, residual = mean_gradients(
+            config, state.params, batch, state.residual, scale, share
+        )
+        if config.fixed_order is None:
+            gradients = config.zero.constrain_shares(gradients)
+        else:  # as they are, so that the norm need not gather them
+            gradients = config.fixed_order.whole(gradients)
+        metrics = {
+            **jax.tree.map(share.__mul__, sums),
+            "grad_norm": norm_of(gradients),
+            "learning_rate": config.learning_rate(state.step),
+            "tokens": counted,
+        }
+        if config.offload_optimizer:
+            state = replace(state, optimizer=to_device(state.optimizer))
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        accepted, spikes, norm = finite, None, metrics["grad_norm"]
+        if config.spikes is not None and state.spikes is not None:
+            accepted, spikes, scores = config.spikes.judge(
+                state.spikes, metrics["loss"], norm, finite
+            )
+            metrics |= scores
+        new = _updated(config, state, gradients, residual, accepted, norm)
+        new = replace(new, spikes=spikes)
+        if state.loss_scale is not None:
+            scale = state.loss_scale.adjust(finite)
+            metrics |= _scale_metrics(state.loss_scale, scale, finite)
+            new = replace(new, loss_scale=scale)
+        if config.offload_optimizer:
+            new = replace(new, optimizer=to_host(new.optimizer))
+        return new, metrics
+
+    train_step.__name__ = "train_step"
+    specs = state_specs(
+        config.model,
+        config.optimizer,
+        config.mesh,
+        loss_scale=state.loss_scale,
+        zero_stage=config.zero_stage,
+    )
+    spikes = config.spikes.specs if config.spikes else None
+    specs = replace(specs, residual=config.exchange.residual_specs, spikes=spikes)
+    return function(
+        train_step,
+        mesh=config.mesh,
+        in_specs={"state": specs, "batch": batch_spec(config)},
+        out_specs=(specs, PartitionSpec()),
+        donate=("state",),
+    )
+
+
+def make_eval_step(config: StepConfig) -> Function:
+    """Compile-ready function ``(params, batch) -> (summed loss, tokens)``.
+
+    ``batch`` is that of one microbatch: ``[B, S]`` arrays. The loss is in nats.
+    """
+
+    def eval_step(
+        params: Tree, batch: Batch
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        batch = _arranged(config, batch)
+        tokens = num_targets(batch)
+        if config.pipeline is not None:
+            return config.pipeline.loss(params, batch), tokens
+        if config.fixed_order is not None:
+            rows = {name: array[None] for name, array in batch.items()}
+            order = config.fixed_order.of_rows(batch["tokens"].shape[0])
+            plain = replace(config, model=config.model.without_stages())
+
+            def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
+                place = plain.model.place(None)
+                return losses(plain, params, rows, place)[1]["loss"]
+
+            return order.summed(loss, params, rows), tokens
+        place = config.model.place(config.mesh)
+        return losses(config, params, batch, place)[1]["loss"], tokens
+
+    return function(
+        eval_step,
+        mesh=config.mesh,
+        in_specs={
+            "params": config.zero.params,
+            "batch": PartitionSpec(config.data_axes or None),
+        },
+        out_specs=PartitionSpec(),
+    )
+
+
+def _arranged(config: StepConfig, batch: Batch) -> Batch:
+    """A batch in the order in which the devices of ``cp`` hold its sequences.
+
+    Every device of ``cp`` receives whole sequences, 16 bytes a token, and selects its
+    own tokens, so the reordering needs no communication.
+    """
+    if config.fixed_order is not None:
+        return batch
+    place = config.model.place(config.mesh)
+    return {name: place.arranged(array) for name, array in batch.items()}
+
+
+def _updated(
+    config: StepConfig,
+    state: TrainState,
+    gradients: Tree,
+    residual: Tree | None,
+    accepted: Bool[Array, ""],
+    norm: Float[Array, ""],
+) -> TrainState:
+    """The state after the step; the one before, where the step is not accepted.
+
+    A choice of each element, and not a branch: it becomes part of the loop that
+    computes the element and has read the old one, and arrays stay where they are.
+    """
+    model = config.model
+    shares = config.zero.constrain_shares(model.trained(state.params))
+    update = optax.with_extra_args_support(config.optimizer).update
+    if config.fixed_order is not None:
+        specs = state_specs(
+            config.model, config.optimizer, config.mesh, zero_stage=config.zero_stage
+        )
+        layouts = config.zero.optimizer_state
+        update = config.fixed_order.by_element(update, layouts, specs.optimizer)
+    updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
+    updated = optax.apply_updates(shares, config.zero.constrain_shares(updates))
+    old = replace(state, params=model.with_frozen(shares, state.params))
+    params = model.with_frozen(updated, state.params)
+    new = replace(
+        old,
+        step=state.step + 1,
+        params=params,
+        optimizer=optimizer,
+        residual=residual,
+    )
+    return jax.tree.map(partial(jnp.where, accepted), new, old)
+
+
+def _scale_metrics(used: LossScale, scale: LossScale, finite: Bool[Array, ""]) -> Tree:
+    return {
+        "loss_scale": used.value,
+        "overflow": 1.0 - finite.astype(jnp.float32),
+        "overflows": scale.overflows.astype(jnp.float32),
+        "stalled_overflows": scale.stalled.astype(jnp.float32),
+    }

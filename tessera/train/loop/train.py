@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run: join processes, prepare devices, open the folder, then train."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tessera.mesh import Mesh
+from tessera.train.checkpoints.checkpoint_folder import Checkpoint
+from tessera.train.checkpoints.choose_checkpoint import choose_start
+from tessera.train.checkpoints.saving import Checkpoints
+from tessera.train.config.command_line import Composed
+from tessera.train.config.layout_checks import target_of
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.communication_metrics import new_bytes
+from tessera.train.loop.console import Console, log
+from tessera.train.loop.folder_lock import FolderLock
+from tessera.train.loop.metrics import MetricWriter
+from tessera.train.loop.profiling import Window
+from tessera.train.loop.program_facts import write_program
+from tessera.train.loop.run_environment import join, prepare
+from tessera.train.loop.run_folder import open_run_folder
+from tessera.train.loop.run_records import description_of, recorded
+from tessera.train.loop.run_report import reported
+from tessera.train.loop.run_summary import dry_run, run_rows
+from tessera.train.loop.training_loop import Callbacks, Trainer
+from tessera.train.models.families.published import published_texts
+from tessera.train.records.phases import PhaseClock
+from tessera.train.runtime.compile_cache import make_compile_cache
+from tessera.train.runtime.preemption_notices import CLOUDS, preemption_notices
+from tessera.train.runtime.process_group import Processes
+from tessera.train.runtime.time_limit import time_limit
+from tessera.train.trackers.tracking import check_tracker, tracked
+
+
+def run(composed: Composed) -> None:
+    """One run, from its composed configuration, in this process and others."""
+    lock, clock, runtime = FolderLock(), PhaseClock(), composed.config.runtime
+    cloud = CLOUDS[runtime.preemption_notice]()
+    with (
+        join(composed, lock) as here,
+        time_limit(runtime.max_run_time, here.request_stop),
+        preemption_notices(cloud, here.request_stop),
+    ):
+        here.watchdog.subscribe(clock.enter)
+        train(composed, here, lock, clock)
+
+
+def _published(composed: Composed, checkpoint: Checkpoint | None) -> Mapping[str, str]:
+    """The files of the folder that the model came from, which exports write again."""
+    path = composed.config.training.init_from
+    if composed.published:
+        return composed.published
+    if checkpoint is not None:
+        return checkpoint.metadata.published
+    return published_texts(path) if path and Path(path).is_dir() else {}
+
+
+def train(
+    composed: Composed, here: Processes, lock: FolderLock, clock: PhaseClock
+) -> None:
+    """This process's part of the run, in a folder that is its own."""
+    settings = composed.config
+    messages = [str(here.cluster), prepare(settings, here.count), *composed.notes]
+    target = target_of(settings)
+    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
+    run.check()
+    if settings.training.dry_run:
+        dry_run(run, composed.notes)
+        return
+    if here.rank == 0:
+        check_tracker(settings.training.tracker)
+    # Nothing but the lock is written before all that can be wrong was looked at.
+    corpus = run.load_data()
+    if here.count > 1:
+        here.compare("data", *run.data_fingerprint(corpus))
+    choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
+    messages += choice.check(run, corpus, composed.text)
+    folder, own, check = None, choice.own_step, lock.check
+    make_compile_cache()
+    if here.rank == 0:
+        folder = open_run_folder(choice.output_dir, composed.text, own, check)
+    with (
+        tracked(folder, composed.text, here.is_stopped) as track,
+        MetricWriter(folder, track) as writer,
+        # The launcher says whose line it is.
+        Console(
+            folder.log if folder else None,
+            rank=here.rank,
+            num_processes=1 if here.is_launched else here.count,
+        ) as console,
+        reported(folder if settings.training.report else None),
+        recorded(
+            folder,
+            clock,
+            resumed_step=own,
+            **description_of(run.mesh, here.count),
+        ) as records,
+        Checkpoints(
+            run,
+            choice.root,
+            composed.text,
+            own,
+            check,
+            published=_published(composed, choice.checkpoint),
+        ) as checkpoints,
+    ):
+        console.show_configuration(composed.text)
+        for line in choice.warnings:
+            log.warning("%s", line)
+        log.info("%s", "\n".join(messages))
+        log.info("%s", corpus.describe())
+        if not settings.training.eval_only:
+            log.info("%s", corpus.describe_epochs(run.num_training_rows))
+        log.info("compiling the step")
+        here.watchdog.enter("compile")
+        console.show_run_table(run_rows(run))
+        if folder is not None and not settings.training.eval_only:
+            writer.add_to_next(new_bytes(run.compiled.collectives, folder.metrics))
+        if folder is not None:
+            write_program(folder, run)
+        if here.count > 1:
+            here.compare("step", *run.step_fingerprint())
+        here.watchdog.enter("startup")
+        trainer = Trainer(
+            run,
+            corpus,
+            console,
+            writer,
+            Window.of(run, folder, writer),
+            checkpoints,
+            choice.checkpoint,
+            callbacks=Callbacks(here.watchdog.enter, here.should_continue, records),
+        )
+        trainer.train()
+        here.watchdog.enter("save")
+        checkpoints.wait()
+        records.write("stop" if trainer.is_stopped else "end", step=trainer.step)
+        log.info("the run is in %s", choice.output_dir)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import prod
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from tessera.errors import (
+    MeshShapeError,
+    ModelFolderError,
+    TokenizerError,
+    did_you_mean,
+)
+from tessera.foundations.device_grid import checked_axes, checked_shape
+from tessera.foundations.tree import Tree, named_leaves, nest
+from tessera.mesh import Mesh
+from tessera.train.checkpoints.export_checkpoint import (
+    CheckpointParams,
+    open_checkpoint,
+    settings_of_checkpoint,
+)
+from tessera.train.config.config import MESH_AXES
+from tessera.train.data.chat_prompts import ChatPrompts
+from tessera.train.data.chat_template import Conversation
+from tessera.train.data.tokenization import (
+    Ids,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from tessera.train.data.vocabulary import check_tokens
+from tessera.train.files.bounded_yaml import parse_yaml
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.model import DecoderModel
+from tessera.train.models.definition import ModelOptions, import_module
+from tessera.train.models.families.published import GENERATION_FILE
+from tessera.train.models.families.registry import (
+    CONFIG_FILE,
+    read_config_file,
+    read_object,
+)
+from tessera.train.models.model import Model
+from tessera.train.models.model_folder import ModelFolder
+from tessera.train.models.weights import import_weights
+from tessera.train.runtime.devices import prepare_devices
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model with its tokenizer, before its parameters are read.
+
+    Attributes:
+      model: The model; its experts are dropless.
+      tokenizer_name: The tokenizer, as ``data.tokenizer`` names it.
+      tokenizer: The same, loaded.
+      prefix: The tokens before every text.
+      stop_tokens: The tokens that end a text.
+      max_length: Tokens of the sequences that it was trained on, if it says so.
+      read: Reads the parameters onto a mesh.
+    """
+
+    model: Model
+    tokenizer_name: str
+    tokenizer: Tokenizer
+    prefix: tuple[int, ...]
+    stop_tokens: tuple[int, ...]
+    max_length: int | None
+    read: Callable[[Mesh | None], Tree]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that is to be continued.
+
+        Raises:
+          TokenRangeError: [T604] the model does not have one of them.
+        """
+        ids = self.tokenizer.encode(text)
+        return [*self.prefix, *self._checked(text, ids)]
+
+    def encode_chat(self, conversation: Conversation) -> list[int]:
+        """The tokens of a conversation that is to be answered.
+
+        Raises:
+          TokenizerError: [T605] there is no chat template.
+          OperandError: [T401] the template does not accept the conversation.
+          TokenRangeError: [T604] the model does not have one of the tokens.
+        """
+        return self.encode_special(self.chat.render(conversation))
+
+    def encode_special(self, text: str) -> list[int]:
+        """The tokens of a text in which the names of special tokens are such.
+
+        Raises:
+          TokenRangeError: [T604] the model does not have one of them.
+        """
+        tokenizer, ids = self.tokenizer, None
+        if isinstance(tokenizer, JsonTokenizer):
+            ids, _ = tokenizer.encode_chat(text)
+        return self._checked(text, tokenizer.encode(text) if ids is None else ids)
+
+    def chat_stop_tokens(self, chats: Iterable[Conversation]) -> tuple[int, ...]:
+        """The tokens that end an answer; raises as ``encode_chat`` does.
+
+        They are those that end a text, the tokenizer's ``eos_token``, and what the
+        template writes after an answer, such as ``<end_of_turn>``.
+        """
+        ends = {end for chat in chats for end in self.chat.ends(chat)}
+        return tuple(sorted(ends.union(self.stop_tokens)))
+
+    @cached_property
+    def chat(self) -> ChatPrompts:
+        """The chat template; [T605] if there is none."""
+        return ChatPrompts(self.tokenizer, self.tokenizer_name)
+
+    def _checked(self, text: str, ids: Ids) -> list[int]:
+        size = self.model.vocab_size
+        check_tokens("the prompt", text, ids, self.tokenizer, size)
+        return ids.tolist()
+
+
+def open_trained(path: str | Path, modules: Sequence[str] = ()) -> TrainedModel:
+    """What is at a path; no parameter is read yet.
+
+    Args:
+      path: The folder of a run, of its checkpoints, or of one of them; or a folder of
+        Hugging Face.
+      modules: Imported first: those that register the model of the run. What a run's
+        own files name is never imported.
+
+    Raises:
+      UnknownModelError: [T403] none of the modules registers the model of the run.
+      CheckpointNotFoundError: [T801] there is none, or the newest is damaged.
+      CheckpointMismatchError: [T802] the checkpoint is of a newer Tessera.
+      ModelFolderError: [T806] the folder's ``config.json`` cannot be used.
+      TokenizerError: [T605] there is no tokenizer, or it cannot be read.
+    """
+    for module in modules:
+        import_module(module)
+    path = Path(path).expanduser()
+    return _folder(path) if os.path.isfile(path / "config.json") else _checkpoint(path)
+
+
+def mesh_of(text: str | None) -> Mesh | None:
+    """The mesh of a command line, ``[[1,4],[fsdp,tp]]``, with its devices prepared.
+
+    Raises:
+      MeshShapeError: [T101] it is not sizes and axes that models know.
+      TesseraError: [T701], [T702] the machine does not have the devices.
+    """
+    if text is None:
+        prepare_devices(1)
+        return None
+    try:
+        sizes, names = parse_yaml(text)
+        axes = checked_axes(names)
+        shape = checked_shape(sizes, axes)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, MeshShapeError):
+            raise
+        raise MeshShapeError(
+            "a mesh shape is a pair of sizes and axis names",
+            got=f"--mesh={text}",
+            fix="write --mesh='[[1,4],[fsdp,tp]]'",
+        ) from error
+    for axis in axes:
+        if axis not in MESH_AXES:
+            raise MeshShapeError(
+                f"no layout of a model uses a mesh axis {axis!r}",
+                got=f"--mesh={text}",
+                fix=did_you_mean(axis, MESH_AXES),
+            )
+    least = prod(size for size in shape if size != -1)
+    prepare_devices(least, axes=dict(zip(axes, shape, strict=True)))
+    return Mesh.from_shape([shape, axes])
+
+
+def _checkpoint(path: Path) -> TrainedModel:
+    checkpoint = open_checkpoint(path)
+    settings = settings_of_checkpoint(checkpoint)
+    if settings.data.name == "synthetic":
+        raise TokenizerError(
+            "the model of this run was trained on no text",
+            got=f"{path}: data=synthetic, whose tokens have no text",
+            fix="use a run with data=stdlib or data=text",
+        )
+    tokenizer = load_tokenizer(settings.data.tokenizer)
+    ends = () if tokenizer.separator is None else (tokenizer.separator,)
+    model = settings.model.kind.build(settings.model.config, ModelOptions(), None)
+    if isinstance(model, DecoderModel):
+        model = _dropless(model.config)
+
+    def read(mesh: Mesh | None) -> Tree:
+        params = CheckpointParams(checkpoint)
+        params.check(model)
+        specs = {} if mesh is None else named_leaves(model.layouts(mesh))
+        device = SingleDeviceSharding(jax.local_devices()[0])
+
+        def put(name: str) -> jax.Array:
+            sharding = device if mesh is None else NamedSharding(mesh.jax, specs[name])
+            return jax.device_put(params.read(name.replace("/", ".")), sharding)
+
+        return nest({name: put(name) for name in named_leaves(model.abstract())})
+
+    length, name = settings.training.sequence_length, settings.data.tokenizer
+    return TrainedModel(model, name, tokenizer, ends, ends, length, read)
+
+
+def _dropless(config: DecoderConfig) -> DecoderModel:
+    """With a capacity, a token's experts would depend on the tokens around it."""
+    return DecoderModel(replace(config, capacity_factor=None))
+
+
+def _folder(path: Path) -> TrainedModel:
+    config = ModelFolder(path).config
+    model = _dropless(config)
+    names = [n for n in ("tokenizer.json", "tokenizer.model") if (path / n).is_file()]
+    if not names:
+        raise TokenizerError(
+            f"the folder {str(path)!r} has no tokenizer",
+            got="neither tokenizer.json nor tokenizer.model",
+            fix="put the tokenizer there that the model was published with",
+        )
+    name = str(path / names[0])
+    tokenizer = load_tokenizer(name)
+    separator = () if tokenizer.separator is None else (tokenizer.separator,)
+    # A tokenizer.json says which tokens precede a text; for Qwen there are none.
+    is_json = isinstance(tokenizer, JsonTokenizer)
+    prefix = tuple(tokenizer.prefix) if is_json else separator
+    return TrainedModel(
+        model,
+        name,
+        tokenizer,
+        prefix,
+        _ends(path),
+        _max_length(path),
+        partial(import_weights, path, model),
+    )
+
+
+def _max_length(path: Path) -> int | None:
+    values = read_config_file(path)
+    length = {**values, **(values.get("text_config") or {})}.get(
+        "max_position_embeddings"
+    )
+    return length if type(length) is int and length > 0 else None
+
+
+def _ends(path: Path) -> tuple[int, ...]:
+    """The tokens that end a text, by the first file that says so.
+
+    Raises:
+      ModelFolderError: [T806] it cannot be read, or names no tokens.
+    """
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        if not (path / name).is_file():
+            continue
+        ends = read_object(path / name)[1].get("eos_token_id")
+        if ends is None:
+            continue
+        ends = ends if isinstance(ends, list) else [ends]
+        if not all(type(end) is int for end in ends):
+            raise ModelFolderError(
+                f"the tokens that end a text are not those of {path / name}",
+                got=f"eos_token_id = {str(ends)[:80]}",
+                fix="write the number of a token, or a list of numbers",
+            )
+        return tuple(ends)
+    return ()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of the decoder, as settings name it; imports no JAX before it must."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, cast
+
+from tessera.errors import SettingConflictError, TesseraError
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.definition import DECODER, ModelDefinition, ModelOptions
+
+if TYPE_CHECKING:
+    from tessera.mesh import Mesh
+    from tessera.ops.attention.context_parallel_variants import Method
+    from tessera.train.models.decoder.model import DecoderModel
+
+
+class DecoderDefinition(ModelDefinition):
+    """``DecoderConfig`` and ``DecoderModel``."""
+
+    name = DECODER
+    config_class = DecoderConfig
+
+    def build(
+        self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh | None"
+    ) -> "DecoderModel":
+        """The model, with the stages of a mesh that has ``pp``."""
+        from tessera.train.models.decoder.model import DecoderModel
+        from tessera.train.models.pipeline_stages import split_of
+
+        return DecoderModel(
+            config,
+            sequence_parallel=options.sequence_parallel,
+            context_parallel=cast("Method", options.context_parallel),
+            remat=options.remat,
+            dtype=options.dtype,
+            fp8=options.fp8,
+            split=split_of(mesh, config, options.pipeline_chunks),
+        )
+
+    def problems(
+        self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh"
+    ) -> Iterator[TesseraError]:
+        """T402 for heads, T311 for stages, T502 and T507 for what settings ask for."""
+        from tessera.train.models.decoder.placement import decoder_placement
+        from tessera.train.models.layer_scan import policies_of, policies_of_stage
+        from tessera.train.models.pipeline_stages import split_of
+
+        def check_heads() -> None:
+            method = cast("Method", options.context_parallel)
+            decoder_placement(config, mesh, context_parallel=method)
+
+        def check_remat() -> None:
+            policies = policies_of(options.remat, config.layer_kinds)
+            if "pp" in mesh.axes:
+                stages = mesh.shape["pp"] * options.pipeline_chunks
+                policies_of_stage(policies, config.num_layers // stages)
+
+        def check_stages() -> None:
+            split_of(mesh, config, options.pipeline_chunks)
+
+        def check_fp8() -> None:
+            if options.fp8 and config.num_experts:
+                raise SettingConflictError(
+                    "the matmuls of experts have no 8-bit operands",
+                    got="training.mixed_precision=fp8, "
+                    f"model.num_experts={config.num_experts}",
+                    fix="use training.mixed_precision=bf16, or a model without experts",
+                )
+
+        for check in (check_heads, check_remat, check_stages, check_fp8):
+            try:
+                check()
+            except TesseraError as error:
+                yield error
+
+    def widths(self, config: DecoderConfig, length: int) -> Mapping[str, int]:
+        """Numbers that the largest activations have for each token, by their names."""
+        return {
+            "the logits": config.vocab_size,
+            "the hidden layer": config.mlp_dim * max(config.num_experts, 1),
+            "the heads": config.num_heads * config.head_dim,
+            "the scores of attention": config.num_heads * length,
+        }
+
+    def row_coupling(self, config: DecoderConfig) -> str | None:
+        """Routers, which balance the tokens of a whole batch."""
+        if not config.num_experts:
+            return None
+        return f"num_experts={config.num_experts}, whose routers balance a whole batch"
+
+    def incompatibilities(
+        self, config: DecoderConfig, saved: DecoderConfig
+    ) -> Iterator[str]:
+        """The scale of adapters."""
+        if config.lora.rank and config.lora.rank == saved.lora.rank:
+            scales = saved.lora.scale, config.lora.scale
+            if scales[0] != scales[1]:
+                yield (
+                    f"alpha / rank of model.lora: saved {scales[0]:g}, this run "
+                    f"{scales[1]:g}"
+                )
+
+    def unused_settings(self, config: DecoderConfig) -> Iterator[tuple[str, str]]:
+        """What is about experts or adapters, in a model without them."""
+        if not config.lora.rank:
+            yield "model.lora.alpha model.lora.targets", "model.lora.rank=0"
+        if not config.num_experts:
+            yield (
+                "model.experts_per_token model.capacity_factor "
+                "model.router_balance_weight model.router_z_weight",
+                "model.num_experts=0",
+            )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture-of-experts MLP for a decoder block.
+
+``tessera.ops.moe`` computes the layer; this module declares its parameters, stacked
+over layers as in ``layers.py``, and their layout.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from tessera.ops.moe.experts import Weights
+from tessera.ops.moe.layer import ExpertLayout, expert_layer
+from tessera.ops.moe.routing import RoutingOptions
+from tessera.ops.operand_layouts import region_mesh
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.layers import fan_in_init, parameter
+from tessera.train.models.partition_rules import Placement
+
+# Logical dim names of [batch, sequence, d_model] activations.
+Names = tuple[str | None, ...]
+
+
+class Experts(nnx.Module):
+    """Gated MLPs, a few of which process each token.
+
+    Source: Shazeer et al., arXiv 1701.06538.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        router_init = fan_in_init(-2, -1)
+        init = fan_in_init(-2, -1, batch_axis=(0, 1))
+        layers, experts = config.num_layers, config.num_experts
+        wide = (layers, experts, config.d_model, config.mlp_dim)
+        narrow = (layers, experts, config.mlp_dim, config.d_model)
+        shape = (layers, config.d_model, experts)
+        self.router = parameter(
+            router_init(rngs.params(), shape, jnp.float32), "layers", "embed", "router"
+        )
+        names = ("layers", "experts", "embed", "mlp")
+        self.gate = parameter(init(rngs.params(), wide, jnp.float32), *names)
+        self.up = parameter(init(rngs.params(), wide, jnp.float32), *names)
+        self.down = parameter(
+            init(rngs.params(), narrow, jnp.float32),
+            "layers",
+            "experts",
+            "mlp",
+            "embed",
+        )
+        self.options = RoutingOptions(
+            top_k=config.experts_per_token,
+            renormalize=config.renormalize_experts,
+            capacity_factor=config.capacity_factor,
+            activation=config.activation,
+        )
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "batch seq d_model"],
+        place: Placement,
+        names: Names,
+    ) -> tuple[Float[Array, "batch seq d_model"], dict[str, Array]]:
+        """Process each position by its experts; returns the router's statistics too.
+
+        Args:
+          x_BSD: Activations.
+          place: The mesh and layout of the model.
+          names: Logical names of the activations' dims.
+        """
+        weights = Weights(
+            *(p[...] for p in (self.router, self.gate, self.up, self.down))
+        )
+        layout = _layout(place, names)
+        out_BSD, statistics = expert_layer(x_BSD, weights, self.options, layout)
+        return out_BSD, dict(vars(statistics))
+
+
+def _layout(place: Placement, names: Names) -> ExpertLayout:
+    if place.mesh is None or place.mesh.size == 1:
+        return ExpertLayout()
+    batch, sequence = (place.axes(name) if name else () for name in names[:2])
+    return ExpertLayout(
+        mesh=region_mesh(place.mesh),
+        batch=batch,
+        sequence=sequence,
+        experts=place.axes("experts"),
+        hidden=place.axes("mlp"),
+        embed=place.axes("embed"),
+    )

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model as a pure function of a parameter tree, for training steps.
+
+``Decoder`` is an nnx module and owns its arrays. ``DecoderModel`` owns none: it knows
+the names, shapes and layouts of the parameters, initializes them, and applies the
+module to any such tree. The tree is nested plain dicts, with leaves such as
+``params["decoder"]["mlp"]["up"]["kernel"]``.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tessera.foundations.labels import IGNORE_INDEX
+from tessera.foundations.tree import Tree
+from tessera.mesh import Mesh
+from tessera.ops.attention.context_parallel_variants import Method
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.decoder import RESIDUAL, Decoder
+from tessera.train.models.decoder.placement import decoder_placement
+from tessera.train.models.decoder.router_metrics import ROUTER_METRICS, router_sums
+from tessera.train.models.decoding import Decoding
+from tessera.train.models.model import Batch, DimNames, Sums, num_targets
+from tessera.train.models.partition_rules import Placement
+from tessera.train.models.staged_model import StagedModel
+
+# Nested dicts; the leaves are arrays, shapes, specs or layouts.
+
+
+@lru_cache(maxsize=64)
+def _abstract_parts(
+    config: DecoderConfig, remat: Any
+) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
+    """Models that differ in their layout alone have the same parts."""
+
+    def new() -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(params=jax.random.key(0)), remat=remat)
+
+    return nnx.split(nnx.eval_shape(new))
+
+
+@dataclass(frozen=True)
+class DecoderModel(StagedModel):
+    """A decoder without arrays.
+
+    Attributes:
+      config: Sizes.
+      sequence_parallel: Shard norms and residuals along the sequence over ``tp``. The
+        results are the same, and a residual takes 1 / tp of the memory: each all-reduce
+        becomes a reduce-scatter, which XLA on CPU compiles to all-reduce and slice, and
+        an all-gather (arXiv 2205.05198).
+      context_parallel: The attention over sequences that ``cp`` shards: ``ring`` passes
+        keys and values around, ``all_to_all`` exchanges sequence shards for heads.
+      fp8: Whether the projections of blocks multiply 8-bit operands.
+
+    Example:
+      >>> from tessera.train.models.registry import config_of
+      >>> model = DecoderModel(config_of("gemma3_270m"))
+      >>> model.abstract()["decoder"]["mlp"]["up"]["kernel"].shape
+      (18, 640, 2048)
+    """
+
+    config: DecoderConfig
+    sequence_parallel: bool = False
+    context_parallel: Method = "ring"
+    fp8: bool = False
+
+    blocks = "decoder"
+
+    @cached_property
+    def _parts(self) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
+        """The module's graph definition, and its abstract parameters."""
+        return _abstract_parts(self.config, self.remat)
+
+    @cached_property
+    def _plain(self) -> Tree:
+        return nnx.to_pure_dict(self._parts[1])
+
+    def _new(self, key: jax.Array) -> Decoder:
+        rngs = nnx.Rngs(params=key)
+        return Decoder(self.config, rngs=rngs, remat=self.remat)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.config.vocab_size
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that one token uses: not all experts."""
+        return self.config.num_active_params
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether rows share something: routers balance a whole batch."""
+        return self.config.num_experts > 0
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The loss and, with experts, ``ROUTER_METRICS``."""
+        return ("loss", *(ROUTER_METRICS if self.config.num_experts else ()))
+
+    @cached_property
+    def adapters(self) -> frozenset[str]:
+        """The names of the parameters of LoRA."""
+        names: set[str] = set()
+
+        def add(path: str, param: nnx.Variable[Any]) -> None:
+            if isinstance(param, nnx.LoRAParam):
+                names.add(path)
+
+        _map_params(self._parts[1], add)
+        return frozenset(names)
+
+    def new_params(self, key: jax.Array) -> Tree:
+        """Newly initialized float32 parameters without stages."""
+        return nnx.to_pure_dict(nnx.split(self._new(key))[1])
+
+    def plain_dim_names(self) -> Tree:
+        """The logical names of each parameter's dims, as the module declares them."""
+
+        def names(_: str, param: nnx.Variable[Any]) -> DimNames:
+            return param.shard_spec.mesh_axes
+
+        return _map_params(self._parts[1], names)
+
+    def place(self, mesh: Mesh | None) -> Placement:
+        """The placement of this model on a mesh, and the dtype of activations.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+        place = decoder_placement(
+            self.config,
+            mesh,
+            sequence_parallel=self.sequence_parallel,
+            context_parallel=self.context_parallel,
+        )
+        return replace(place, dtype=self.dtype, fp8=self.fp8)
+
+    def layout_notes(self, mesh: Mesh) -> list[str]:
+        """Notes on layouts that a reader may not expect, one sentence each.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+        place, config = self.place(mesh), self.config
+        notes: list[str] = []
+        tp = place.size("heads")
+        if "kv_heads" in place.whole:
+            notes.append(
+                f"num_kv_heads {config.num_kv_heads} < tp {tp}: the key and value "
+                "projections are replicated over 'tp', and each device uses the one "
+                f"head that its {config.num_heads // tp} query head(s) attend with"
+            )
+        if "vocab" in place.whole:
+            columns = (
+                "replicated" if "wide_table" in place.whole else "split by columns"
+            )
+            notes.append(
+                f"vocab_size {config.vocab_size:,} is no multiple of tp {tp}: a step "
+                f"pads its tables by {-config.vocab_size % tp} rows, which have no "
+                f"probability; they are stored without them, {columns} over 'tp'"
+            )
+        if "table" in place.whole:
+            notes.append(
+                f"the embedding table is replicated over 'pp', which does not divide "
+                f"d_model {config.d_model}"
+            )
+        if place.size("embed") > 1:
+            notes.append(
+                f"norm scales ({config.num_norm_params:,} of {config.num_params:,} "
+                "parameters) are replicated on every device"
+            )
+        if self.sequence_parallel and tp == 1:
+            notes.append("sequence_parallel changes nothing: 'tp' has one device")
+        if place.size("context") > 1:
+            notes.append(_context_note(config.window, self.context_parallel, mesh))
+        elif self.context_parallel != "ring":
+            notes.append("context_parallel changes nothing: 'cp' has one device")
+        return [*notes, *self._unused_notes()]
+
+    def _unused_notes(self) -> Iterator[str]:
+        """Sizes that no layer of this model reads."""
+        config = self.config
+        kinds, usual = {*config.layer_kinds}, DecoderConfig
+        names = ["window"] * (config.window is not None)
+        local = config.rope_base_local, config.rope_scale_local
+        if names or local != (usual.rope_base_local, usual.rope_scale_local):
+            names += ["rope_base_local", "rope_scale_local"]
+        if kinds == {"global"} and names:
+            shown = ", ".join(names[:-1])
+            yield f"{shown} and {names[-1]} change nothing: every layer is global"
+        scaled = config.rope_base_global, config.rope_scale_global
+        if kinds == {"local"} and scaled != (
+            usual.rope_base_global,
+            usual.rope_scale_global,
+        ):
+            yield (
+                "rope_base_global and rope_scale_global change nothing: no layer is "
+                "global"
+            )
+
+    def module(self, params: Tree) -> Decoder:
+        """The nnx module with these parameters.
+
+        Raises:
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+        """
+        self.check_params(params)
+        return self.merge(self.plain(params))
+
+    def merge(self, params: Tree) -> Decoder:
+        """The nnx module with these parameters, which may be of some layers only."""
+        return nnx.merge(self._parts[0], nnx.State(params))
+
+    def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
+        """The decoder with a cache of keys and values of a dtype; see ``generate``."""
+        from tessera.train.models.decoder.decoding import CachedDecoding
+
+        return CachedDecoding.of(self, mesh, dtype)
+
+    @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """``local`` or ``global`` for each layer."""
+        return self.config.layer_kinds
+
+    @property
+    def layer_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each layer and of the logits, in millions."""
+        return self.config.layer_costs
+
+    def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """The residual ``[B, S, D]``, in the dtype of activations."""
+        shape = (rows, length, self.config.d_model)
+        return jax.ShapeDtypeStruct(shape, self.dtype or jnp.float32)
+
+    def constrain_wire(self, wire: Array, place: Placement) -> Array:
+        """The residual in its layout."""
+        return place.constrain(wire, *RESIDUAL)
+
+    def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
+        """See ``StagedModel.embed``."""
+        return self.merge(params).embed(batch["tokens"], place=place)
+
+    def run_blocks(
+        self,
+        params: Tree,
+        hidden: Array,
+        batch: Batch,
+        place: Placement,
+        numbers: Int[Array, " layers"] | None = None,
+    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
+        """See ``StagedModel.run_blocks``; the routers' losses are trained beside it.
+
+        They are means over one batch, weighted by its number of targets.
+        """
+        hidden, statistics = self.merge(params).decode(
+            hidden,
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            numbers=numbers,
+            has_fillers=numbers is not None and not self.is_even,
+            place=place,
+        )
+        routers = router_sums(self.config, statistics, num_targets(batch))
+        return hidden, routers.get("router_loss", 0.0), routers
+
+    def head_loss(
+        self,
+        params: Tree,
+        hidden: Array,
+        batch: Batch,
+        place: Placement,
+        *,
+        chunk: int | str,
+    ) -> Float[Array, ""]:
+        """See ``StagedModel.head_loss``."""
+        module = self.merge(params)
+        return module.loss(
+            module.normalized(hidden, place=place),
+            batch["targets"],
+            ignore_index=IGNORE_INDEX,
+            chunk=chunk,
+            place=place,
+        )
+
+    def logits(
+        self, params: Tree, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """See ``Model.logits``; float32."""
+        return self.merge(self.plain(params))(
+            batch["tokens"],
+            positions=batch["positions"],
+            segment_ids=batch["segment_ids"],
+            place=place,
+        )
+
+    def apply(
+        self,
+        params: Tree,
+        tokens: Int[Array, "batch seq"],
+        *,
+        positions: Int[Array, "batch seq"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        mesh: Mesh | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one.
+
+        Args:
+          params: As from ``init``.
+          tokens: int32, global ``[B, S]``; per device ``[B / (dp · fsdp), S]``. A
+            token outside the vocabulary makes its row NaN. Sequences are in their own
+            order; ``cp`` shards what is computed from them.
+          positions: int32; by default 0, 1, 2, ... from the start of each segment.
+          segment_ids: int32; a token attends only to its own segment, a run of equal
+            ids. None is one segment a row.
+          mesh: The mesh of the step; None leaves every layout to XLA.
+
+        Returns:
+          float32, global ``[B, S, V]``; per device
+          ``[B / (dp · fsdp), S / cp, V / tp]``.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+          ShardDivisibilityError: [T201] batch, or with sequence_parallel or ``cp`` the
+            sequence, is not a multiple of its axes' size.
+        """
+        place = self.place(mesh)
+        logits = self.module(params)(
+            place.arranged(tokens),
+            positions=None if positions is None else place.arranged(positions),
+            segment_ids=None if segment_ids is None else place.arranged(segment_ids),
+            place=place,
+        )
+        logits = place.restored(logits, dim=1)
+        return place.constrain(logits, "batch", "context", "vocab")
+
+
+def _context_note(window: int | None, method: Method, mesh: Mesh) -> str:
+    cp = mesh.shape["cp"]
+    how = {
+        "ring": f"in zigzag order; its {cp} devices pass keys and values around a ring",
+        "all_to_all": f"and exchanged for heads among its {cp} devices",
+    }[method]
+    if method == "ring" and mesh.shape.get("pp", 1) > 1:
+        how = f"in zigzag order; stages gather the keys and values of its {cp} devices"
+    note = f"sequences are sharded over 'cp' {how}"
+    if window is None:
+        return note
+    return (
+        f"{note}; local layers exchange only a halo of {window - 1} tokens, if chunks "
+        "are that long"
+    )
+
+
+def _map_params(
+    state: Any, function: Callable[[str, nnx.Variable[Any]], Any], prefix: str = ""
+) -> Tree:
+    """A nested dict of ``function(path, parameter)``."""
+    return {
+        name: function(prefix + name, node)
+        if isinstance(node, nnx.Variable)
+        else _map_params(node, function, f"{prefix}{name}/")
+        for name, node in state.items()
+    }

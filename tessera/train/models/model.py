@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Model``: all that the trainer knows of a model, in whatever framework it is.
+
+A model is pure functions of a parameter tree. A subclass says how its parameters are
+initialized, the logical names of their dims, and the loss of a batch. Shapes, layouts
+and sharded initialization follow from these. A model whose blocks repeat is a
+``StagedModel``.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from typing import Any, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tessera.errors import (
+    AxisReusedError,
+    ParameterTreeError,
+    SettingValueError,
+    ShardDivisibilityError,
+    did_you_mean,
+)
+from tessera.foundations.labels import IGNORE_INDEX
+from tessera.foundations.tree import Tree, named_leaves, path_name
+from tessera.mesh import Mesh
+from tessera.shard import ShardSpec
+from tessera.train.models.decoding import Decoding
+from tessera.train.models.partition_rules import Placement
+from tessera.train.models.pipeline_stages import StageSplit
+
+Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
+# Sums over the tokens of a batch that a step reports, ``loss`` among them.
+Sums: TypeAlias = dict[str, Float[Array, ""]]
+# Logical names of a parameter's dims; None is a dim that is never sharded.
+DimNames: TypeAlias = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Model(ABC):
+    """A model without arrays, as the trainer uses it.
+
+    Subclasses are frozen dataclasses: a model is hashed and compared by its settings.
+
+    Attributes:
+      config: The model's own configuration, a dataclass.
+      frozen: Names of the parameters that are not trained, as ``encoder/table``.
+      dtype: Dtype of activations; None is that of the parameters.
+    """
+
+    config: Any
+    frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
+    dtype: str | None = field(default=None, kw_only=True)
+
+    @property
+    def split(self) -> StageSplit | None:
+        """The stages by which parameters are stored, where a pipeline runs them."""
+        return None
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @abstractmethod
+    def new_params(self, key: jax.Array) -> Tree:
+        """Newly initialized float32 parameters: nested dicts of arrays."""
+
+    @abstractmethod
+    def dim_names(self) -> Tree:
+        """The logical names of each parameter's dims, in a tree like the parameters."""
+
+    @abstractmethod
+    def loss(
+        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The loss of a batch, in nats summed over its targets.
+
+        Args:
+          params: As from ``init``.
+          batch: int32 ``[B, S]`` arrays ``tokens``, ``targets``, ``segment_ids`` and
+            ``positions``; a target of ``IGNORE_INDEX`` does not count.
+          place: The layout of activations.
+          chunk: Of how many tokens a device computes logits at a time: a number,
+            ``auto``, or ``none`` for all of them.
+
+        Returns:
+          What is differentiated, and the sums of ``sum_names``.
+        """
+
+    @abstractmethod
+    def logits(
+        self, params: Tree, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one; arguments as for ``loss``.
+
+        Sequences are in their own order: ``place`` does not shard them.
+        """
+
+    @abstractmethod
+    def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
+        """What generation needs of the model.
+
+        Args:
+          mesh: Where to run; None leaves every layout to XLA.
+          dtype: Dtype of a cache; None is that of the model.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+        """
+
+    def check_params(self, params: Tree) -> None:
+        """Check that a tree has the parameters of this model.
+
+        Raises:
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+        """
+        _check_params(params, self.abstract())
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """What ``loss`` reports."""
+        return ("loss",)
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of parameters that are trained beside weights that exist."""
+        return frozenset()
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its batch."""
+        return False
+
+    @property
+    def num_params(self) -> int:
+        """Number of trained scalars."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._plain))
+
+    @property
+    def num_active_params(self) -> int:
+        """Number of parameters that one token uses: not all experts."""
+        return self.num_params
+
+    def place(self, mesh: Mesh | None) -> Placement:
+        """The layout of this model's dims on a mesh, and the dtype of activations."""
+        return Placement(mesh, dtype=self.dtype)
+
+    def layout_notes(self, mesh: Mesh) -> list[str]:
+        """Notes on layouts that a reader may not expect, one sentence each."""
+        del mesh
+        return []
+
+    def remat_notes(self) -> list[str]:
+        """Which layers the backward pass computes again."""
+        return []
+
+    def stored(self, params: Tree) -> Tree:
+        """Convert parameters without stages to the form of ``init``."""
+        return params
+
+    def plain(self, params: Tree) -> Tree:
+        """Convert parameters from the form of ``init`` to that without stages."""
+        return params
+
+    def without_stages(self) -> Self:
+        """The model whose parameters are stored without stages."""
+        return self
+
+    @cached_property
+    def _plain(self) -> Tree:
+        return jax.eval_shape(lambda: self.new_params(jax.random.key(0)))
+
+    def abstract(self) -> Tree:
+        """Shape and dtype of every parameter as it is stored; allocates nothing."""
+        return jax.eval_shape(self.stored, self._plain)
+
+    def trained(self, tree: Tree) -> Tree:
+        """A tree like the parameters with None for each frozen one."""
+        if not self.frozen:
+            return tree
+
+        def kept(path: tuple[object, ...], leaf: Any) -> Any:
+            return None if path_name(path) in self.frozen else leaf
+
+        return jax.tree_util.tree_map_with_path(kept, tree)
+
+    def with_frozen(self, trained: Tree, params: Tree) -> Tree:
+        """The parameters, of which the trained ones are those of another tree."""
+        if not self.frozen:
+            return trained
+        values = named_leaves(trained)
+
+        def chosen(path: tuple[object, ...], leaf: Any) -> Any:
+            name = path_name(path)
+            return leaf if name in self.frozen else values[name]
+
+        return jax.tree_util.tree_map_with_path(chosen, params)
+
+    def specs(self) -> Tree:
+        """The ShardSpec of every parameter, with logical names for mesh axes."""
+
+        def spec(_: jax.ShapeDtypeStruct, names: DimNames) -> ShardSpec:
+            return ShardSpec(tuple(range(len(names))), names)
+
+        return jax.tree.map(spec, self.abstract(), self.dim_names())
+
+    def layouts(self, mesh: Mesh) -> Tree:
+        """The PartitionSpec of every parameter on a mesh.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+          AxisReusedError: [T202] an axis would shard two dims of a parameter.
+        """
+        place = self.place(mesh)
+        failed: list[ShardDivisibilityError] = []
+
+        def layout(
+            path: tuple[object, ...], leaf: jax.ShapeDtypeStruct, names: DimNames
+        ) -> PartitionSpec | None:
+            try:
+                return place.resolve(
+                    names, leaf.shape, f"parameter {path_name(path)!r}"
+                )
+            except ShardDivisibilityError as error:
+                failed.append(error)
+                return None
+            except AxisReusedError as error:
+                raise AxisReusedError(
+                    f"two dims of parameter {path_name(path)!r} are sharded over the "
+                    "same mesh axis",
+                    got=f"dims {names}; {error.got}",
+                    fix="give one of them a name that other axes shard, or none",
+                ) from error
+
+        trees = self.abstract(), self.dim_names()
+        layouts = jax.tree_util.tree_map_with_path(layout, *trees)
+        if failed:
+            raise _joined(failed)
+        return layouts
+
+    def init(
+        self, key: jax.Array, mesh: Mesh | None = None, *, layouts: Tree | None = None
+    ) -> Tree:
+        """Initialize float32 parameters, each shard on its own device.
+
+        Args:
+          key: The same key gives the same values on every mesh, up to rounding of the
+            last bit.
+          mesh: Their mesh; None is the default device.
+          layouts: PartitionSpecs other than ``layouts(mesh)``.
+
+        Raises:
+          AbstractMeshError: [T105] this machine lacks some of the devices.
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
+        """
+        shardings = None
+        if mesh is not None:
+            layouts = self.layouts(mesh) if layouts is None else layouts
+            shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
+
+        def make(key: jax.Array) -> Tree:
+            return self.stored(self.new_params(key))
+
+        return jax.jit(make, out_shardings=shardings)(key)
+
+
+def freeze(
+    model: Model, trainable: Sequence[str] | None, frozen: Sequence[str]
+) -> Model:
+    """The model with some of its parameters frozen.
+
+    Args:
+      model: Whose parameters.
+      trainable: Patterns of the names that are trained, as ``fnmatch`` matches them;
+        None trains the model's adapters, or all parameters of a model without any.
+      frozen: Patterns of those that are not, although ``trainable`` has them.
+
+    Raises:
+      SettingValueError: [T502] a pattern matches no parameter, one of ``frozen`` none
+        that would be trained, nothing is left to train, or no adapter of a model that
+        has some.
+    """
+    if trainable is None and not frozen and not model.adapters:
+        return model
+    names = set(named_leaves(model.abstract()))
+    kept = set(model.adapters) or names
+    if trainable is not None:
+        kept = _matches("trainable", trainable, names, "")
+    kept = kept - _matches("frozen", frozen, kept, " that would be trained")
+    if not kept & (model.adapters or names):
+        example = "lora" if model.adapters else "norm"
+        raise SettingValueError(
+            f"no {'adapter' if model.adapters else 'parameter'} is left to train",
+            got=f"training.trainable={trainable}, training.frozen={[*frozen]}",
+            fix=f"use patterns that leave some, as training.trainable=['*{example}*']",
+        )
+    return replace(model, frozen=frozenset(names - kept))
+
+
+def _matches(
+    setting: str, patterns: Sequence[str], names: set[str], which: str
+) -> set[str]:
+    """The names that a setting's patterns match; each has to match one."""
+    found = {p: {name for name in names if fnmatchcase(name, p)} for p in patterns}
+    if unused := [p for p in patterns if not found[p]]:
+        raise SettingValueError(
+            f"a pattern of training.{setting} matches no parameter{which}",
+            got=", ".join(map(repr, unused)),
+            fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
+        )
+    return {name for matched in found.values() for name in matched}
+
+
+def num_targets(batch: Batch) -> Float[Array, ""]:
+    """Tokens of a batch that count for the loss."""
+    return (batch["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
+
+
+def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
+    """One error for all parameters that cannot be sharded."""
+    first, *others = errors
+    got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
+    fix = "\n".join(dict.fromkeys(error.fix for error in errors))
+    return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)
+
+
+def _check_params(params: Tree, expected: Tree) -> None:
+    actual, declared = (
+        {name: leaf.shape for name, leaf in named_leaves(tree).items()}
+        for tree in (params, expected)
+    )
+    if actual == declared:
+        return
+    problems = [
+        f"{path!r}: {actual.get(path, 'missing')}, expected "
+        f"{declared.get(path, 'no such parameter')}"
+        for path in sorted(actual.keys() | declared.keys())
+        if actual.get(path) != declared.get(path)
+    ]
+    raise ParameterTreeError(
+        "these are not the parameters of this model",
+        got="\n".join(problems),
+        fix="create them with model.init(key), or compare with model.abstract()",
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configurations of named models, which are the files of ``configs/model``."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+from tessera.errors import UnknownModelError, did_you_mean
+from tessera.foundations.config_files import configs_dir
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.definition import DECODER, MODEL_SETTINGS, definition_of
+
+if TYPE_CHECKING:
+    import jax
+
+    from tessera.train.models.decoder.decoder import Decoder
+
+
+def model_names() -> list[str]:
+    """The names of all models that have a file."""
+    return sorted(file.stem for file in (configs_dir() / "model").glob("*.yaml"))
+
+
+@cache
+def config_of(name: str) -> DecoderConfig:
+    """The configuration of a named model.
+
+    Args:
+      name: Of a file in ``configs/model``, without its ending.
+
+    Raises:
+      UnknownModelError: [T403] there is no such model.
+      ModelShapeError: [T405] the file has unknown keys, or sizes that do not make a
+        model.
+
+    Example:
+      >>> config_of("tiny").num_heads
+      4
+    """
+    if name not in (names := model_names()):
+        raise UnknownModelError(
+            f"there is no model {name!r}", fix=did_you_mean(name, names)
+        )
+    from omegaconf import OmegaConf  # as Hydra does, so that 1e6 is a number
+
+    file = OmegaConf.load(configs_dir() / "model" / f"{name}.yaml")
+    values = cast(dict[str, Any], OmegaConf.to_container(file))
+    sizes = {key: values[key] for key in values.keys() - MODEL_SETTINGS}
+    return definition_of(DECODER).configure(sizes)
+
+
+def build(model: str | DecoderConfig, key: "jax.Array") -> "Decoder":
+    """An nnx module with newly initialized parameters on the default device.
+
+    ``Model(config).init(key, mesh)`` creates the same values already sharded.
+
+    Args:
+      model: A name in the registry, or a configuration.
+      key: The same key gives the same parameters.
+
+    Raises:
+      UnknownModelError: [T403] there is no such model.
+    """
+    from flax import nnx
+
+    from tessera.train.models.decoder.decoder import Decoder
+
+    config = config_of(model) if isinstance(model, str) else model
+    return Decoder(config, rngs=nnx.Rngs(params=key))

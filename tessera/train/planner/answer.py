@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Answer``: the layouts that the planner advises, as text and as JSON."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from tessera.analysis.memory import format_bytes
+from tessera.analysis.tables import aligned, format_seconds
+from tessera.targets.target import Target
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.prediction import Prediction
+from tessera.train.planner.search import Candidate, Found
+from tessera.train.planner.space import Space
+from tessera.train.planner.verify import Verified
+
+UNCERTAINTY: Final = (
+    "Times are predicted, not measured: those of published runs were met within 10 % "
+    "at the median and 30 % at worst (benchmarks/planner_published.py)."
+)
+_COLUMNS: Final = (
+    *("rank", "layout", "step", "compute", "exposed", "bubble", "overhead"),
+    *("memory", "of device", "tokens/s", "MFU", "limit", "memory is"),
+)
+_HIDDEN: Final = ("runtime.target", "runtime.target_compiler", "training.dry_run")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked, looked at and found.
+
+    Attributes:
+      target: The machine.
+      space: What could be chosen.
+      words: The command line of the run, which the overrides of a layout are added to.
+      found: What the search ranked.
+      verified: What the target's compiler has seen; empty if it was not asked.
+    """
+
+    target: Target
+    space: Space
+    words: tuple[str, ...]
+    found: Found
+    verified: tuple[Verified, ...] = ()
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """The layouts that fit, best first; compiled ones, where there are any."""
+        compiled = [each.candidate for each in self.verified if each.fits]
+        return compiled or self.found.best
+
+    @property
+    def best(self) -> Candidate:
+        """The layout to use."""
+        return self.ranked[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        length = self.space.config.training.sequence_length
+        return self.space.global_batch_size * length
+
+    def command(self, layout: Layout) -> str:
+        """A command line that trains in a layout."""
+        kept = [word for word in self.words if word.partition("=")[0] not in _HIDDEN]
+        overrides = layout.overrides()
+        changed = {word.partition("=")[0] for word in overrides}
+        kept = [word for word in kept if word.partition("=")[0] not in changed]
+        return shlex.join(["tessera", "train", *kept, *overrides])
+
+    def as_text(self, rows: int = 10) -> str:
+        """The answer for a terminal.
+
+        Args:
+          rows: How many layouts to show.
+        """
+        return "\n".join(self._lines(rows))
+
+    def _lines(self, rows: int) -> Iterator[str]:
+        config, machine = self.space.config, self.target.machine
+        yield (
+            f"{config.model.name} on {self.target.name}: {self.target.num_devices} "
+            f"devices of {format_bytes(machine.memory_bytes)}; "
+            f"{self.space.global_batch_size} sequences of "
+            f"{config.training.sequence_length} tokens a step"
+        )
+        if "training.global_batch_size" not in self.space.pinned:
+            yield (
+                "training.global_batch_size is not set: it is what all devices have "
+                "with training.micro_batch_size sequences each"
+            )
+        yield from self._counts()
+        yield ""
+        shown = self.ranked[:rows]
+        cells = [self._cells(rank + 1, each) for rank, each in enumerate(shown)]
+        yield aligned(_COLUMNS, cells, right=(*_COLUMNS[2:11],))
+        yield from self._failures()
+        yield ""
+        yield UNCERTAINTY
+        if not self.target.is_installed:
+            yield (
+                "The compiler of the target is not installed, so attention is that of "
+                "CPUs in these estimates, and nothing was compiled."
+            )
+        yield from self._better()
+        yield ""
+        yield self.command(self.best.layout)
+
+    def _counts(self) -> Iterator[str]:
+        found = self.found
+        compiled = f", {len(self.verified)} compiled" if self.verified else ""
+        yield (
+            f"looked at {found.looked_at:,} layouts: {found.too_large:,} need more "
+            f"memory than a device has{compiled}"
+        )
+        for (code, what), count in found.rejected.most_common():
+            yield f"not legal: {count:,} times [{code}] {what}"
+
+    def _failures(self) -> Iterator[str]:
+        for each in self.verified:
+            if each.fits:
+                continue
+            layout, found = describe(each.candidate.layout), each.candidate.prediction
+            reason = each.problem or f"needs {format_bytes(found.memory_bytes)}"
+            yield f"compiled, and left out: {layout}: {reason}"
+
+    def _better(self) -> Iterator[str]:
+        larger, best = self.found.larger, self.best.prediction
+        if larger is None or larger.prediction.seconds > 0.97 * best.seconds:
+            return
+        # Estimates are compared with estimates.
+        estimate = next(
+            (v.estimate for v in self.verified if v.candidate is self.best), self.best
+        )
+        gain = 1 - larger.prediction.seconds / estimate.prediction.seconds
+        if gain > 0.03:
+            need = format_bytes(larger.prediction.memory_bytes)
+            yield (
+                f"{100 * gain:.0f} % faster, if devices had {need}: "
+                f"{describe(larger.layout)}"
+            )
+
+    def _cells(self, rank: int, candidate: Candidate) -> list[str]:
+        found, capacity = candidate.prediction, self.target.machine.memory_bytes
+        parts = (found.compute, found.exposed, found.bubble, found.overhead)
+        return [
+            str(rank),
+            describe(candidate.layout),
+            format_seconds(found.seconds),
+            *map(format_seconds, parts),
+            format_bytes(found.memory_bytes),
+            f"{100 * found.memory_bytes / capacity:.0f} %",
+            f"{self.tokens / found.seconds:,.0f}",
+            f"{100 * self.utilization(found):.0f} %",
+            found.limit,
+            _certainty(candidate),
+        ]
+
+    def utilization(self, prediction: Prediction) -> float:
+        """Model FLOP utilization: model FLOPs over those at the devices' peak."""
+        computation = self.space.config.training.precision.computation
+        dtype = "float32" if computation == "float32" else "bfloat16"
+        peak = self.target.machine.flops[dtype] * self.target.num_devices
+        return prediction.flops / prediction.seconds / peak
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain data for ``json.dumps``; seconds and bytes."""
+        return {
+            "target": self.target.name,
+            "devices": self.target.num_devices,
+            "global_batch_size": self.space.global_batch_size,
+            "tokens": self.tokens,
+            "looked_at": self.found.looked_at,
+            "too_large": self.found.too_large,
+            "rejected": [
+                {"code": code, "what": what, "count": count}
+                for (code, what), count in self.found.rejected.items()
+            ],
+            "command": self.command(self.best.layout),
+            "layouts": [self._json(each) for each in self.ranked],
+            "left_out": [
+                {**self._json(each.candidate), "problem": each.problem}
+                for each in self.verified
+                if not each.fits
+            ],
+            "uncertainty": UNCERTAINTY,
+        }
+
+    def _json(self, candidate: Candidate) -> dict[str, Any]:
+        found = candidate.prediction
+        return {
+            "layout": asdict(candidate.layout),
+            "overrides": candidate.layout.overrides(),
+            "seconds": found.seconds,
+            **asdict(found),
+            "is_safe": candidate.is_safe,
+            "tokens_per_second": self.tokens / found.seconds,
+            "mfu": self.utilization(found),
+        }
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words.
+
+    Example:
+      >>> describe(Layout((("fsdp", 8), ("tp", 2)), 4, 2, remat="full"))
+      'fsdp 8 × tp 2, 2 microbatches of 4, remat full'
+    """
+    return ", ".join(_words(layout))
+
+
+def _words(layout: Layout) -> Iterator[str]:
+    yield " × ".join(f"{name} {size}" for name, size in layout.mesh)
+    count, size = layout.microbatches, layout.micro_batch_size
+    yield f"{count} microbatches of {size}" if count > 1 else f"microbatch of {size}"
+    if layout.schedule:
+        chunks = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""
+        yield f"{layout.schedule}{chunks}"
+        if layout.gather == "step":
+            yield "gathered once"
+    yield f"remat {layout.remat}"
+    if layout.zero_stage:
+        yield f"ZeRO {layout.zero_stage}"
+    if layout.sequence_parallel:
+        yield "sequence parallel"
+    if layout.offload:
+        yield "optimizer on the host"
+    if layout.loss_chunk != "auto":
+        yield f"loss chunk {layout.loss_chunk}"
+
+
+def _certainty(candidate: Candidate) -> str:
+    """Where the figure of a candidate's memory is from."""
+    if candidate.prediction.compiled:
+        return "the compiler's"
+    return "estimated" if candidate.is_safe else "estimated, close to the limit"
+
+
+def safest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates whose memory is safe, then the others; both in their order."""
+    return sorted(candidates, key=lambda each: not each.is_safe)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans a run that a command line describes: search, verification, answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from tessera.analysis.memory import format_bytes
+from tessera.errors import PlanError, TargetError
+from tessera.foundations.config_files import configs_dir
+from tessera.targets.machine import machine_names
+from tessera.targets.target import Target
+from tessera.train.config.command_line import compose
+from tessera.train.config.config import Config
+from tessera.train.config.layout_checks import target_of
+from tessera.train.config.overrides import is_choice, parse
+from tessera.train.planner.answer import Answer, describe, safest_first
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.search import Found, search
+from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.step_time import StepModel
+from tessera.train.planner.verify import Verified, default_processes, verify
+
+# The largest target that is tried where none is found: 64 times as many devices.
+_MOST_DOUBLINGS: Final = 6
+_DRY: Final = ("training.dry_run=true",)
+# Axes without which a run refuses a setting as one that nothing reads.
+_NEEDS: Final = {
+    "training.pipeline_schedule": "pp",
+    "training.pipeline_chunks": "pp",
+    "training.pipeline_gather": "pp fsdp",
+    "training.gradient_compression": "dp",
+    "training.compression_ratio": "dp",
+    "training.zero_stage": "dp",
+    "model.context_parallel": "cp",
+    "model.sequence_parallel": "tp",
+}
+
+
+def plan_run(
+    words: Sequence[str],
+    *,
+    verified: int = 5,
+    processes: int | None = None,
+    note: Callable[[str], object] = str,
+) -> Answer:
+    """The best layouts for the run of a command line, on its ``runtime.target``.
+
+    Args:
+      words: As of ``tessera train``. What they set is not searched.
+      verified: How many layouts to compile for the target; 0 for none.
+      processes: How many compilers run side by side; None for one a core, up to four.
+      note: Called with a line of what is going on.
+
+    Raises:
+      TargetError: [T711] there is no target, or none that is known.
+      PlanError: [T714] no layout is legal, or none fits.
+      TesseraError: Any code of ``command_line.compose``.
+    """
+    config, target, space = _asked(words)
+    note(f"tracing {config.model.name}")
+    model = StepModel.of(config, target)
+    has_experts = any("experts" in each.names for each in model.work.parameters)
+    axes = tuple(axis for axis in AXES if axis != "ep" or has_experts)
+    space = replace(space, axes=axes, can_offload=target.machine.platform != "cpu")
+    note("ranking layouts")
+    found = search(space, model)
+    if not found.best:
+        raise _nothing_fits(found, space, model)
+    words = _line(words, space)
+    answer = Answer(target, space, tuple(words), found)
+    if not verified or not target.is_installed:
+        return answer
+    done = verify(
+        safest_first(found.best),
+        [*words, *_DRY],
+        target.machine.memory_bytes,
+        wanted=verified,
+        processes=processes or default_processes(),
+        note=lambda each: note(_progress(each)),
+    )
+    return replace(answer, verified=tuple(done))
+
+
+def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
+    """The settings, the target and what may be chosen."""
+    keys = [word.partition("=")[0] for word in words]
+    config = compose([*words, *_DRY, *_axes_for(keys)], configs_dir()).config
+    target = target_of(config)
+    if target is None:
+        names = ", ".join(machine_names())
+        raise TargetError(
+            "a plan needs the machine that it is for",
+            got="no runtime.target",
+            fix="name one and its size, such as runtime.target=h100:2x8\n"
+            f"known: {names}",
+        )
+    parsed = [parse(word) for word in words]
+    pinned = frozenset(str(o.key_or_group) for o in parsed if not is_choice(o))
+    return config, target, Space(config, pinned, (), _global_batch(config, target))
+
+
+def _axes_for(keys: Sequence[str]) -> list[str]:
+    """A mesh on which settings are read that need an axis, where none is set."""
+    axes = dict.fromkeys(
+        axis for key in keys if key in _NEEDS for axis in _NEEDS[key].split()
+    )
+    if "model.mesh_shape" in keys or not axes:
+        return []
+    sizes = ",".join("2" for _ in axes)
+    return [f"model.mesh_shape=[[{sizes}],[{','.join(axes)}]]"]
+
+
+def _global_batch(config: Config, target: Target) -> int:
+    """Sequences of a step: as set, or what all devices would have together."""
+    training = config.training
+    if training.global_batch_size is not None:
+        return training.global_batch_size
+    each = training.micro_batch_size * training.gradient_accumulation_steps
+    return each * target.num_devices
+
+
+def _line(words: Sequence[str], space: Space) -> list[str]:
+    """The command line with its global batch, without what follows from it."""
+    derived = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+    pinned = "training.micro_batch_size" in space.pinned
+    kept = [
+        word
+        for word in words
+        if word.partition("=")[0] not in derived[0 if not pinned else 1 :]
+    ]
+    batch = f"training.global_batch_size={space.global_batch_size}"
+    has_batch = "training.global_batch_size" in space.pinned
+    return kept if has_batch else [*kept, batch]
+
+
+def _nothing_fits(found: Found, space: Space, model: StepModel) -> PlanError:
+    target = model.target
+    if found.smallest is None:
+        reasons = [str(error) for error in found.example.values()]
+        return PlanError(
+            f"no layout on {target.name} is legal for this run",
+            got="\n".join(reasons[:3]),
+            fix="use another number of devices, or another training.global_batch_size",
+        )
+    nbytes, layout = found.smallest.prediction.memory_bytes, found.smallest.layout
+    capacity = target.machine.memory_bytes
+    fix = "use a machine with more memory, or a smaller model, batch or sequence"
+    if (fitting := _nearest_fitting(space, model, nbytes / capacity)) is not None:
+        larger, best = fitting
+        fix = f"use runtime.target={larger.name}, where {describe(best)} fits\nor {fix}"
+    return PlanError(
+        f"no layout of this run fits the memory of {target.name}",
+        got=f"{format_bytes(nbytes)} of {format_bytes(capacity)} with least memory: "
+        f"{describe(layout)}",
+        fix=fix,
+    )
+
+
+def _nearest_fitting(
+    space: Space, model: StepModel, times: float
+) -> tuple[Target, Layout] | None:
+    """The smallest of some larger targets that a layout fits, and that layout."""
+    target = model.target
+    for doubled in range(1, _MOST_DOUBLINGS + 1):
+        try:
+            target = target.doubled()
+        except TargetError:
+            return None
+        if 2**doubled >= times:
+            found = search(space, StepModel(model.config, model.work, target))
+            if found.best:
+                return target, found.best[0].layout
+    return None
+
+
+def _progress(each: Verified) -> str:
+    found: Any = each.candidate.prediction
+    state = "" if each.fits else f": left out{': ' * bool(each.problem)}{each.problem}"
+    memory = format_bytes(found.memory_bytes)
+    return f"compiled {describe(each.candidate.layout)}: {memory}{state}"

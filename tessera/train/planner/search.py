@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks the layouts of a run on a target by the time of their steps.
+
+Illegal ones are rejected by the checks of a run. Meshes are looked at in one order of
+their axes first; then all orders of the best ones are, as they lie on the links.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from tessera.errors import TesseraError
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.legality import Legality
+from tessera.train.planner.memory_model import is_safe
+from tessera.train.planner.prediction import Prediction
+from tessera.train.planner.space import MOST_MICROBATCHES, Sizes, Space, orders
+from tessera.train.planner.step_time import StepModel
+
+# Layouts whose orders of axes are all looked at, and that are kept.
+_BEST: Final = 40
+# Stages of ZeRO up to this one send no more than an all-reduce of the gradients.
+_FREE_ZERO: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A legal layout.
+
+    Attributes:
+      layout: The layout.
+      prediction: What is expected of it.
+      is_safe: Whether it fits by more than the error of a prediction of memory.
+    """
+
+    layout: Layout
+    prediction: Prediction
+    is_safe: bool
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+      best: Layouts that fit, fastest first.
+      front: The fastest for each amount of memory, from the least memory on.
+      smallest: The layout that takes least memory, whether it fits or not.
+      larger: The fastest that would fit a device of twice the memory, and not this one.
+      looked_at: Layouts whose time or memory was predicted.
+      too_large: Of these, how many do not fit.
+      rejected: How many meshes or schedules are not legal, by the code and the headline
+        of the error.
+      example: An error for each of these.
+    """
+
+    best: list[Candidate] = field(default_factory=list)
+    front: list[Candidate] = field(default_factory=list)
+    smallest: Candidate | None = None
+    larger: Candidate | None = None
+    looked_at: int = 0
+    too_large: int = 0
+    rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
+    example: dict[tuple[str, str], TesseraError] = field(default_factory=dict)
+
+
+def search(space: Space, model: StepModel) -> Found:
+    """The layouts of a space, ranked.
+
+    Args:
+      space: What may be chosen.
+      model: Predicts steps on the target.
+    """
+    return _Search(space, model).run()
+
+
+class _Search:
+    def __init__(self, space: Space, model: StepModel) -> None:
+        self.space, self.model, self.found = space, model, Found()
+        self.legality = Legality(space.config, space.global_batch_size, model.schedule)
+        self.capacity = model.target.machine.memory_bytes
+        self.fitting: list[Candidate] = []
+
+    def run(self) -> Found:
+        for mesh in self.space.meshes(self.model.target.num_devices):
+            problem = self.legality.of_mesh(mesh)
+            if problem is None:
+                self._look_at(mesh)
+            else:
+                self._reject(problem)
+        best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)
+        if "model.mesh_shape" not in self.space.pinned:
+            for candidate in best:
+                for mesh in self._other_orders(candidate.layout.mesh):
+                    self._candidate(replace(candidate.layout, mesh=mesh))
+        self.found.best = _distinct(sorted(self.fitting, key=_seconds))
+        self.found.front = _front(self.fitting)
+        return self.found
+
+    def _look_at(self, mesh: Sizes) -> None:
+        """Predict the layouts with a mesh.
+
+        Larger microbatches take more memory, so none is looked at after one that does
+        not fit. More microbatches than the bubble of a pipeline calls for are looked at
+        only where fewer do not fit.
+        """
+        try:
+            sizes = self.space.micro_batch_sizes(mesh)
+        except TesseraError as error:
+            self._reject(error)
+            return
+        most = MOST_MICROBATCHES * dict(mesh).get("pp", self.space.global_batch_size)
+        share = self.space.share(mesh)
+        few = [size for size in sizes if share // size <= most] or sizes[-1:]
+        many = [size for size in reversed(sizes) if size < few[0]]
+        if not self._fits(mesh, few[0]):
+            any(self._fits(mesh, size) for size in many)
+            return
+        all(self._fits(mesh, size) for size in few[1:])
+
+    def _fits(self, mesh: Sizes, micro_batch_size: int) -> bool:
+        """Whether any layout with microbatches of a size fits; all are predicted."""
+        before = len(self.fitting)
+        for layout in self.space.layouts_of_size(mesh, micro_batch_size):
+            self._consider(layout)
+        return len(self.fitting) > before
+
+    def _reject(self, error: TesseraError) -> None:
+        reason = error.code, error.what
+        self.found.rejected[reason] += 1
+        self.found.example.setdefault(reason, error)
+
+    def _consider(self, layout: Layout) -> None:
+        """Predict a layout with what saves memory, until it fits for all that is known.
+
+        What saves memory takes time. So no policy is looked at that computes more again
+        than one that fits, unless the latter needs ZeRO to send more than without.
+        """
+        last = layout.loss_chunk, layout.offload
+        safe: Layout | None = None
+        for variant in self.space.variants(layout):
+            is_last = (variant.loss_chunk, variant.offload) != last
+            if safe and (safe.zero_stage <= _FREE_ZERO or is_last):
+                return
+            if safe and variant.remat == safe.remat:
+                continue
+            problem = self.legality.problem(variant)
+            if problem is not None:
+                self._reject(problem)
+                continue
+            candidate = self._candidate(variant)
+            if candidate is not None and candidate.is_safe:
+                safe = variant
+
+    def _candidate(self, layout: Layout) -> Candidate | None:
+        """A legal layout and its prediction, if it may fit."""
+        self.found.looked_at += 1
+        nbytes = self.model.memory(layout).total
+        fits = nbytes <= self.capacity
+        smallest = self.found.smallest
+        is_new = smallest is None or nbytes < smallest.prediction.memory_bytes
+        self.found.too_large += not fits
+        if not (fits or is_new or nbytes <= 2 * self.capacity):
+            return None
+        prediction = self.model.predict(layout)
+        safe = is_safe(nbytes, self.model.target.machine)
+        candidate = Candidate(layout, prediction, safe)
+        if is_new:
+            self.found.smallest = candidate
+        if fits:
+            self.fitting.append(candidate)
+            return candidate
+        larger = self.found.larger
+        if larger is None or _seconds(candidate) < _seconds(larger):
+            self.found.larger = candidate
+        return None
+
+    def _other_orders(self, mesh: Sizes) -> Iterator[Sizes]:
+        """Orders of the axes that lie on the links in ways of their own."""
+        seen = {self.model.spans(mesh)}
+        for order in orders(mesh):
+            if (spans := self.model.spans(order)) not in seen:
+                seen.add(spans)
+                yield order
+
+
+def _seconds(candidate: Candidate) -> tuple[float, int]:
+    prediction = candidate.prediction
+    return prediction.seconds, prediction.memory_bytes
+
+
+def _distinct(ranked: list[Candidate]) -> list[Candidate]:
+    """The best of each mesh and policy first; variants that change little are left out.
+
+    Two layouts whose meshes, microbatches and policies are alike differ in settings
+    that matter less than a prediction's error.
+    """
+    seen = set()
+    kept = []
+    for each in ranked:
+        layout = each.layout
+        key = layout.sizes.items(), layout.remat, layout.schedule is None
+        key = frozenset(key[0]), str(key[1]), key[2]
+        if key not in seen:
+            seen.add(key)
+            kept.append(each)
+    return kept
+
+
+def _front(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates that no other one beats in both time and memory."""
+    front: list[Candidate] = []
+    for each in sorted(
+        candidates, key=lambda c: (c.prediction.memory_bytes, _seconds(c))
+    ):
+        if not front or each.prediction.seconds < front[-1].prediction.seconds:
+            front.append(each)
+    return front

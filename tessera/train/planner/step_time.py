@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``StepModel``: predicts the time of a training step in a layout, without compiling.
+
+The time of a step is that of its computation on one device, of the communication that
+nothing hides, of the waiting of pipeline stages for each other, and of what starts
+operations and steps. Each is the work of ``DeviceWork`` and ``Communication`` at the
+rates of the target, whose file has the source of every figure.
+"""
+
+from functools import cache, partial
+from typing import Any, Final
+
+import numpy as np
+
+from tessera.errors import PlanError
+from tessera.graph.pipelining.named_schedules import schedule
+from tessera.graph.pipelining.schedule_table import Kind, Schedule
+from tessera.mesh import Mesh
+from tessera.targets.device_layout import device_grid
+from tessera.targets.link_times import Span, collective_seconds, span
+from tessera.targets.machine import HOST_BANDWIDTH
+from tessera.targets.target import Target
+from tessera.train.config.config import Config
+from tessera.train.config.layout_checks import build_model
+from tessera.train.models.model import Model
+from tessera.train.models.staged_model import StagedModel
+from tessera.train.planner.communication import Communication, Transfer
+from tessera.train.planner.device_work import Compute, DeviceWork
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.memory_model import MemoryEstimate, MemoryModel
+from tessera.train.planner.prediction import Prediction
+from tessera.train.planner.workload import Workload, workload
+
+POLICIES: Final = ("none", "dots", "named", "full")
+
+
+class StepModel:
+    """Predicts steps of one run on one target.
+
+    Args:
+      config: The settings of the run; their layout does not matter.
+      work: What a sequence costs.
+      target: The machine.
+    """
+
+    def __init__(self, config: Config, work: Workload, target: Target) -> None:
+        self.config, self.work, self.target = config, work, target
+        self._memory = MemoryModel(target.machine)
+        self._on_sizes = cache(self._device_work)
+        self._span_of = cache(self._span)
+        self._schedule_of = cache(schedule)
+        self._grid_of = cache(partial(device_grid, target))
+
+    @classmethod
+    def of(cls, config: Config, target: Target) -> "StepModel":
+        """Trace the loss of a run, and its gradient for each policy: some seconds.
+
+        Args:
+          config: The settings of the run.
+          target: The machine.
+
+        Raises:
+          PlanError: [T714] numerics are deterministic, of which nothing is predicted.
+        """
+        if config.training.numerics == "deterministic":
+            raise PlanError(
+                "the planner predicts steps with fast numerics alone",
+                got="training.numerics=deterministic",
+                fix="name the layout (model.mesh_shape, training.remat), or use "
+                "training.numerics=fast",
+            )
+        policies = dict.fromkeys([*POLICIES, str(config.training.remat)])
+        del policies["none"]
+        remat: list[Any] = ["none", *policies]
+        if not isinstance(config.training.remat, str):
+            remat[-1] = config.training.remat
+        return cls(config, workload(config, target, tuple(remat)), target)
+
+    def predict(self, layout: Layout) -> Prediction:
+        """What a step takes, and where.
+
+        Args:
+          layout: A legal one: nothing is checked here.
+        """
+        return _Prediction(self, layout).prediction()
+
+    def schedule(self, layout: Layout) -> Schedule:
+        """The schedule of a layout with a pipeline.
+
+        Raises:
+          PipelineSizeError: [T311] there is none of these sizes.
+        """
+        chunks = layout.chunks if layout.chunks > 1 else None
+        stages = layout.sizes["pp"]
+        return self._schedule_of(layout.schedule, stages, layout.microbatches, chunks)
+
+    def memory(self, layout: Layout) -> MemoryEstimate:
+        """The memory of one device, by what takes it."""
+        return self._memory.estimate(self.device_work(layout)[0], layout)
+
+    def spans(self, mesh: tuple[tuple[str, int], ...]) -> frozenset[Any]:
+        """How each axis of a mesh lies on the links."""
+        return frozenset((name, self._span_of(mesh, (name,))) for name, _ in mesh)
+
+    def device_work(self, layout: Layout) -> tuple[DeviceWork, Model]:
+        """The part of the work that one device of a layout has."""
+        sizes = tuple(sorted(layout.mesh))
+        return self._on_sizes(sizes, layout.chunks, layout.sequence_parallel)
+
+    def _device_work(
+        self, mesh: tuple[tuple[str, int], ...], chunks: int, sequence: bool
+    ) -> tuple[DeviceWork, Model]:
+        layout = Layout(mesh, 1, 1, chunks=chunks, sequence_parallel=sequence)
+        placed = Mesh([n for n, _ in mesh], shape=[s for _, s in mesh])
+        model = build_model(layout.applied(self.config), placed)
+        place = model.place(placed)
+        return DeviceWork(self.work, place, self.target.machine, model.split), model
+
+    def seconds(self, layout: Layout, transfer: Transfer) -> float:
+        """Of all calls of a transfer."""
+        where = self._span_of(layout.mesh, transfer.axes)
+        once = collective_seconds(
+            self.target.machine, transfer.kind, transfer.nbytes, where
+        )
+        return once * transfer.times
+
+    def _span(self, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Span:
+        sizes = tuple(size for _, size in mesh)
+        ids = np.reshape(self._grid_of(sizes), sizes)
+        place = tuple(slice(None) if name in axes else 0 for name, _ in mesh)
+        return span(self.target, [int(each) for each in np.ravel(ids[place])])
+
+
+class _Prediction:
+    """One layout's prediction in the making."""
+
+    def __init__(self, model: StepModel, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self.machine = model.target.machine
+        self.device, self.built = model.device_work(layout)
+        sync = model.config.training.sync_gradients_every
+        self.comms = Communication(self.device, layout, sync)
+        self.compute: Compute = self.device.compute(
+            layout.micro_batch_size, str(layout.remat)
+        )
+
+    def prediction(self) -> Prediction:
+        layout, machine = self.layout, self.machine
+        zero = layout.sizes.get("dp", 1)
+        update = self.device.optimizer_seconds(zero if layout.zero_stage else 1)
+        once = self._exposed(self.comms.of_step(), self.compute.total)
+        if layout.schedule:
+            compute, exposed, bubble = self._pipelined()
+        else:
+            compute, exposed, bubble = self._accumulated()
+        memory = self.model.memory(layout)
+        moved = 2 * memory.on_host / HOST_BANDWIDTH  # there and back
+        return Prediction(
+            compute=compute + update,
+            exposed=exposed + once,
+            bubble=bubble,
+            overhead=machine.overhead["step"] + self._allocation() + moved,
+            memory_bytes=round(memory.total),
+            flops=self.model.work.flops * layout.global_batch_size,
+            limit=self._limit(compute, exposed, bubble),
+        )
+
+    def _allocation(self) -> float:
+        """Seconds in which a CPU gets the pages of what a microbatch keeps."""
+        layout = self.layout
+        kept = self.device.kept_bytes(layout.micro_batch_size, str(layout.remat))
+        kept /= layout.sizes.get("pp", 1)  # a stage has its own layers alone
+        return kept * self.machine.overhead["allocation"]
+
+    def _accumulated(self) -> tuple[float, float, float]:
+        """Compute, exposed communication and bubble of microbatches in turn."""
+        count = self.layout.microbatches
+        compute = count * self.compute.total
+        exposed = count * self._exposed(self.comms.of_microbatch(), self.compute.total)
+        if count > 1:
+            zero = self.layout.zero_stage >= 2
+            shards = self.layout.sizes.get("dp", 1) if zero else 1
+            compute += count * self.device.accumulation_seconds(shards)
+        return compute, exposed, 0.0
+
+    def _exposed(self, transfers: list[Transfer], compute: float) -> float:
+        """Seconds of communication that computation does not hide."""
+        hidden = sum(self._seconds(each) for each in transfers if each.hides)
+        shown = sum(self._seconds(each) for each in transfers if not each.hides)
+        overlap = self.machine.efficiency["overlap"]
+        return shown + max(hidden - overlap * compute, hidden * (1 - overlap))
+
+    def _seconds(self, transfer: Transfer) -> float:
+        return self.model.seconds(self.layout, transfer)
+
+    def _pipelined(self) -> tuple[float, float, float]:
+        """The same for a pipeline, whose devices go in lock-step from tick to tick."""
+        layout, compute = self.layout, self.compute
+        table = self.model.schedule(layout)
+        shares, ends = self._stages(table)
+        transfers = self.comms.of_microbatch()
+        layers = compute.layers_forward + compute.layers_backward
+        of_layers = [each for each in transfers if each.in_layers]
+        of_ends = [each for each in transfers if not each.in_layers]
+        sent = shares * self._exposed(of_layers, layers)
+        sent += ends * self._exposed(of_ends, compute.total - layers)
+        forward = shares * compute.layers_forward + ends * compute.ends_forward
+        # A backward pass begins with the forward pass of its stage.
+        backward = shares * compute.layers_backward + ends * compute.ends_backward
+        backward += forward
+        count, stages = layout.microbatches, table.stages
+        busy = _lockstep(table, forward, backward)
+        all_time = _lockstep(table, forward + sent / 3, backward + 2 * sent / 3)
+        passed_on = sum(self._seconds(each) for each in self.comms.of_tick())
+        work = count * float(np.sum(forward + backward)) / stages
+        exposed = all_time - busy + passed_on * table.ticks
+        return work, exposed, max(busy - work, 0.0)
+
+    def _stages(self, table: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """The share of each stage in the layers' time, and in that of the ends."""
+        ends = np.zeros(table.stages)
+        ends[-1] = 1.0
+        split = self.built.split
+        if split is None or not isinstance(self.built, StagedModel):
+            return np.full(table.stages, 1.0 / table.stages), ends
+        costs, _ = self.built.layer_costs
+        shares = np.zeros(table.stages)
+        for stage, layers in enumerate(split.layers):
+            shares[stage % table.stages] += sum(costs[layer] for layer in layers)
+        return shares / sum(costs), ends
+
+    def _limit(self, compute: float, exposed: float, bubble: float) -> str:
+        layout = self.layout
+        if bubble > exposed and bubble > 0.1 * compute:
+            return "pipeline bubble"
+        if exposed > 0.1 * compute:
+            by_axes: dict[tuple[str, ...], float] = {}
+            for each in self.comms.of_microbatch():
+                spent = by_axes.get(each.axes, 0.0) + self._seconds(each)
+                by_axes[each.axes] = spent
+            axes = max(by_axes, key=lambda key: by_axes[key], default=())
+            return f"communication over {'×'.join(axes)}"
+        again = self.model.work.recomputed[str(layout.remat)]
+        if self.device.ragged.are_masked:
+            return "matmuls of each row with all experts"
+        if again.products > 0.5:
+            return "recomputation"
+        least = layout.microbatches * self.device.least_matmul_seconds(
+            layout.micro_batch_size
+        )
+        if layout.schedule:
+            least /= layout.sizes["pp"]
+        return "matmuls" if least > 0.4 * compute else "memory traffic"
+
+
+def _lockstep(table: Schedule, forward: np.ndarray, backward: np.ndarray) -> float:
+    """Seconds of a schedule in whose ticks all stages wait for the slowest.
+
+    Args:
+      table: The schedule.
+      forward: Seconds of the forward pass of each stage.
+      backward: The same for the backward pass, of which W has the half where it is
+        apart, after another forward pass.
+    """
+    prices: dict[Kind, np.ndarray] = {"F": forward, "B": backward}
+    if table.splits_backward:
+        prices = {
+            **prices,
+            "B": (backward + forward) / 2,
+            "W": (backward + forward) / 2,
+        }
+    costs = [(table.table(kind)[..., 0] >= 0) * prices[kind] for kind in prices]
+    return float(np.sum(costs, axis=0).max(axis=1).sum()) / table.chunks

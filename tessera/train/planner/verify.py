@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the best layouts for the target, in processes side by side.
+
+The compiler's memory, and the timeline of its schedule, replace the estimates. A layout
+that turns out not to fit makes room for the next one.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from tessera.train.planner.search import Candidate
+from tessera.train.runtime.python_process import module_command
+
+TIMEOUT: Final = 900.0
+"""Seconds after which the compiler of a layout is stopped."""
+
+_MODULE: Final = "tessera.train.planner.compile_layout"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A layout that the target's compiler has seen.
+
+    Attributes:
+      candidate: The layout, with the compiler's figures in its prediction; where there
+        are none, as it was.
+      estimate: What was predicted before.
+      fits: Whether its memory is that of a device at most.
+      problem: Why there are no figures; empty if there are.
+    """
+
+    candidate: Candidate
+    estimate: Candidate
+    fits: bool
+    problem: str = ""
+
+
+def verify(
+    candidates: Sequence[Candidate],
+    words: Sequence[str],
+    capacity: int,
+    *,
+    wanted: int,
+    processes: int,
+    note: Callable[[Verified], object] = repr,
+) -> list[Verified]:
+    """Compile candidates in their order until so many fit.
+
+    Args:
+      candidates: Fastest first.
+      words: The command line that the overrides of a layout are added to.
+      capacity: Bytes of a device.
+      wanted: How many that fit to look for; at most three times as many are compiled.
+      processes: How many to compile at the same time.
+      note: Called with each result when it is there.
+
+    Returns:
+      All that were compiled; those that fit first, by the time of a step.
+    """
+    found: list[Verified] = []
+    remaining = iter(candidates[: 3 * wanted])
+    with ThreadPoolExecutor(processes) as pool:
+        running: dict[Future[dict[str, Any]], Candidate] = {}
+
+        def start() -> bool:
+            candidate = next(remaining, None)
+            if candidate is None:
+                return False
+            line = [*words, *candidate.layout.overrides()]
+            running[pool.submit(_compile, line)] = candidate
+            return True
+
+        while sum(each.fits for each in found) + len(running) < wanted and start():
+            pass
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                each = _verified(running.pop(future), future.result(), capacity)
+                found.append(each)
+                note(each)
+            while sum(each.fits for each in found) + len(running) < wanted and start():
+                pass
+    return sorted(found, key=lambda each: (not each.fits, _seconds(each)))
+
+
+def default_processes() -> int:
+    """Compilers that run side by side: one for each core, up to four."""
+    return max(1, min(4, os.cpu_count() or 1))
+
+
+def _seconds(verified: Verified) -> float:
+    return verified.candidate.prediction.seconds
+
+
+def _compile(words: list[str]) -> dict[str, Any]:
+    """What a process of its own says about a layout."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        done = subprocess.run(
+            module_command(_MODULE),
+            input=json.dumps(words),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"the compiler took more than {TIMEOUT:.0f} s"}
+    lines = done.stdout.splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        last = [*done.stderr.splitlines(), f"exit code {done.returncode}"][-1]
+        return {"error": f"the compiler ended without an answer: {last[:200]}"}
+
+
+def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Verified:
+    if "error" in figures:
+        code = f"[{figures['code']}] " if "code" in figures else ""
+        return Verified(estimate, estimate, False, code + figures["error"])
+    before = estimate.prediction
+    bubble = figures["compute"] * before.bubble / (before.compute + before.bubble)
+    axes = figures["communication"]
+    limit = before.limit
+    if figures["exposed"] > 0.2 * figures["compute"]:
+        limit = f"communication over {max(axes, key=lambda name: axes[name])}"
+    prediction = replace(
+        before,
+        compute=figures["compute"] - bubble,
+        exposed=figures["exposed"],
+        bubble=bubble,
+        overhead=figures["idle"],
+        memory_bytes=figures["memory"],
+        limit=limit,
+        compiled=True,
+    )
+    fits = figures["memory"] <= capacity
+    return Verified(
+        replace(estimate, prediction=prediction, is_safe=fits), estimate, fits
+    )

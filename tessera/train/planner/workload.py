@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Workload``: what a training step computes, whatever devices it is spread over.
+
+It is read from the traced loss of one sequence, and of its gradient under each policy
+of rematerialization, so it holds for every model that the trainer trains.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from tessera.foundations.tree import named_leaves, path_name
+from tessera.mesh import Mesh
+from tessera.targets.target import Target
+from tessera.tracing import scope
+from tessera.tracing.scope import Scope
+from tessera.train.config.config import Config
+from tessera.train.config.layout_checks import build_model
+from tessera.train.loop.optimizers import make_optimizer
+from tessera.train.models.model import Model
+from tessera.train.planner.products import Found, Lookup, Product, Weight
+from tessera.train.planner.traced_products import find_products
+
+_BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
+# The second number of sequences that is traced: blocks of attention depend on it.
+_ROWS: Final = 4
+_STACKED: Final = ("layers", "stages")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An array of the model.
+
+    Attributes:
+      path: Its name in the tree.
+      shape: Global shape.
+      names: The logical name of each dim.
+      itemsize: Bytes of a number, as it is stored.
+      is_trained: Whether it has a gradient.
+      is_layered: Whether the layers of the model each have a part of it.
+      state_bytes: What the optimizer keeps for each scalar; 0 if it is not trained.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    itemsize: int
+    is_trained: bool
+    is_layered: bool
+    state_bytes: float
+
+    @property
+    def size(self) -> int:
+        """Scalars."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What a backward pass computes again, for one sequence, and what is kept for it.
+
+    Attributes:
+      products: Share of the products of layers.
+      inner_flops: FLOPs of products of activations.
+      kept_bytes: Results that layers keep from the forward pass.
+      operations: Operations that a microbatch starts, forward and backward.
+      operations_of_row: More of them for each further sequence of a microbatch.
+    """
+
+    products: float
+    inner_flops: float
+    kept_bytes: float = 0.0
+    operations: float = 0.0
+    operations_of_row: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one sequence costs in each part of a training step.
+
+    Attributes:
+      sequence_length: Tokens of a sequence.
+      num_layers: Blocks that repeat.
+      matmul_dtype: NumPy's name of the dtype of the operands of matmuls; ``float8``
+        where it is that of products with parameters in layers, and of others bfloat16.
+      reduced_itemsize: Bytes of a number of a gradient that devices add up.
+      parameters: The arrays of the model.
+      products: Matmuls with parameters in the forward pass.
+      lookups: Rows of parameters in the forward pass.
+      inner_flops: FLOPs of matmuls of activations in the forward pass.
+      inner_bytes: What they read and write outside of kernels.
+      inner_backward: Factor of these two in the backward pass.
+      reduced_bytes: What norms and other reductions read in the forward pass.
+      other_flops: Operations beside matmuls in the forward pass.
+      recomputed: By policy of rematerialization.
+    """
+
+    sequence_length: int
+    num_layers: int
+    matmul_dtype: str
+    reduced_itemsize: int
+    parameters: tuple[Parameter, ...]
+    products: tuple[Product, ...]
+    lookups: tuple[Lookup, ...]
+    inner_flops: float
+    inner_bytes: float
+    inner_backward: float
+    reduced_bytes: float
+    other_flops: float
+    recomputed: Mapping[str, Recomputed] = field(hash=False)
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of a sequence, forward and backward, nothing computed twice."""
+        trained = self.trained()
+        products = sum(
+            product.flops * (2 + (product.path in trained)) for product in self.products
+        )
+        return products + (1 + self.inner_backward) * self.inner_flops
+
+    def trained(self) -> set[str]:
+        """Names of the parameters that have gradients."""
+        return {each.path for each in self.parameters if each.is_trained}
+
+    def layered(self) -> set[str]:
+        """Names of the parameters that layers have parts of."""
+        return {each.path for each in self.parameters if each.is_layered}
+
+
+def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workload:
+    """The workload of a run.
+
+    Args:
+      config: Its settings; layout and batch do not matter.
+      target: Whose kernels are chosen; those of CPUs where its compiler is missing.
+      policies: Of rematerialization, each as ``training.remat`` takes it.
+    """
+    traced = _Traced(config, target)
+    forward = traced.forward("none")
+    plain = traced.backward("none")
+    model = traced.model("none")
+    parameters = tuple(_parameters(model, config))
+    trained = {each.path for each in parameters if each.is_trained}
+    backward_products = sum(
+        product.flops * (1 + (product.path in trained)) for product in forward.products
+    )
+    inner = max(plain.total_flops - forward.total_flops - backward_products, 0.0)
+    layered = {each.path for each in parameters if each.is_layered}
+    in_layers = sum(p.flops for p in forward.products if p.path in layered)
+    gradients = sum(
+        each.size * each.itemsize
+        for each in parameters
+        if each.is_layered and each.is_trained
+    )
+    # Under ``none`` also parameters that were cast, which devices store in parts.
+    multiplied = {each.path for each in forward.products}
+    precision = config.training.precision
+    width = jnp.dtype(precision.computation).itemsize
+    cast = sum(
+        each.size * width
+        for each in parameters
+        if each.is_layered and each.path in multiplied and width < each.itemsize
+    )
+    casts = (0, cast)
+    recomputed = {}
+    for policy in policies:
+        backward = plain if policy == "none" else traced.backward(policy)
+        more = backward.total_flops - plain.total_flops
+        kept = max(backward.stacked_bytes - gradients - casts[policy == "none"], 0.0)
+        again = min(max(more, 0.0), forward.inner_flops)
+        share = max(more - again, 0.0) / in_layers if in_layers else 0.0
+        more_rows = traced.backward(policy, _ROWS).operations - backward.operations
+        recomputed[str(policy)] = Recomputed(
+            products=min(share, 1.0),
+            inner_flops=again,
+            kept_bytes=kept,
+            operations=backward.operations,
+            operations_of_row=max(more_rows, 0.0) / (_ROWS - 1),
+        )
+    return Workload(
+        sequence_length=config.training.sequence_length,
+        num_layers=_num_layers(parameters),
+        matmul_dtype="float8" if precision.fp8 else precision.computation,
+        reduced_itemsize=jnp.dtype(precision.reduction).itemsize,
+        parameters=parameters,
+        products=tuple(forward.products),
+        lookups=tuple(forward.lookups),
+        inner_flops=forward.inner_flops,
+        inner_bytes=forward.inner_bytes,
+        inner_backward=inner / forward.inner_flops if forward.inner_flops else 0.0,
+        reduced_bytes=forward.reduced_bytes,
+        other_flops=forward.other_flops,
+        recomputed=recomputed,
+    )
+
+
+class _Traced:
+    """Traces the loss of one sequence, as one device of a target computes it."""
+
+    def __init__(self, config: Config, target: Target) -> None:
+        self.config = config
+        if not target.is_installed:
+            target = replace(target, compiler="cpu")
+        self.mesh = Mesh(("fsdp",), shape=(1,), target=target)
+
+    def model(self, policy: Any) -> Model:
+        training = replace(self.config.training, remat=policy)
+        model = replace(self.config.model, mesh_shape=((1,), ("fsdp",)))
+        if training.precision.fp8:  # the same products, of other operands
+            training = replace(training, mixed_precision="bf16")
+        config = replace(self.config, model=model, training=training)
+        return build_model(config, self.mesh)
+
+    def forward(self, policy: Any) -> Found:
+        return self._found(self.model(policy))
+
+    def backward(self, policy: Any, rows: int = 1) -> Found:
+        return self._found(self.model(policy), rows, is_backward=True)
+
+    def _found(
+        self, model: Model, rows: int = 1, *, is_backward: bool = False
+    ) -> Found:
+        chunk = self.config.training.loss_chunk
+
+        def loss(trained: Any, params: Any, batch: Any) -> Any:
+            whole = model.with_frozen(trained, params)
+            return model.loss(whole, batch, model.place(None), chunk=chunk)[0]
+
+        shape = (rows, self.config.training.sequence_length)
+        struct = jax.ShapeDtypeStruct(shape, jnp.int32)
+        params = model.abstract()
+        inputs = (model.trained(params), params)
+        traced = jax.grad(loss) if is_backward else loss
+        with scope.opened(Scope(mesh=self.mesh)):
+            closed = jax.make_jaxpr(traced)(*inputs, dict.fromkeys(_BATCH, struct))
+        names = _dim_names(model)
+        weights: list[Weight | None] = [
+            Weight(path, names[path]) for tree in inputs for path in named_leaves(tree)
+        ]
+        weights += [None] * len(_BATCH)
+        return find_products(closed, weights)
+
+
+def _parameters(model: Model, config: Config) -> list[Parameter]:
+    names = _dim_names(model)
+    optimizer, _ = make_optimizer(
+        config.optimizer,
+        steps=config.training.steps,
+        clip_norm=config.training.clip_norm,
+    )
+
+    def state_bytes(leaf: jax.ShapeDtypeStruct) -> float:
+        state = jax.tree.leaves(jax.eval_shape(optimizer.init, {"w": leaf}))
+        nbytes = sum(each.size * each.dtype.itemsize for each in state if each.shape)
+        return nbytes / leaf.size
+
+    return [
+        Parameter(
+            path=path,
+            shape=leaf.shape,
+            names=names[path],
+            itemsize=leaf.dtype.itemsize,
+            is_trained=path not in model.frozen,
+            is_layered=any(name in _STACKED for name in names[path]),
+            state_bytes=0.0 if path in model.frozen else state_bytes(leaf),
+        )
+        for path, leaf in named_leaves(model.abstract()).items()
+    ]
+
+
+def _dim_names(model: Model) -> dict[str, tuple[str | None, ...]]:
+    """The logical names of each parameter's dims, by the parameter's name."""
+    found: dict[str, tuple[str | None, ...]] = {}
+
+    def note(path: tuple[object, ...], _: Any, names: tuple[str | None, ...]) -> None:
+        found[path_name(path)] = names
+
+    jax.tree_util.tree_map_with_path(note, model.abstract(), model.dim_names())
+    return found
+
+
+def _num_layers(parameters: tuple[Parameter, ...]) -> int:
+    sizes = [
+        each.shape[each.names.index("layers")]
+        for each in parameters
+        if "layers" in each.names
+    ]
+    return max(sizes, default=1)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last sections: samples of text, the settings of runs, and where they ran."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import yaml
+
+from tessera.train.report.markup import (
+    Html,
+    Section,
+    details,
+    join,
+    paragraph,
+    table,
+    text,
+)
+from tessera.train.report.run_files import RunFiles
+
+_MOST_SAMPLES: Final = 20
+_MISSING: Final = "(none)"
+
+
+def samples(runs: Sequence[RunFiles]) -> Section:
+    """What the models continued their prompts with."""
+    parts: list[Html] = []
+    for run in runs:
+        found = run.of_kind("sample")
+        if len(found) > _MOST_SAMPLES:
+            parts.append(paragraph(f"{run.name}: the last {_MOST_SAMPLES} samples."))
+        for event in found[-_MOST_SAMPLES:]:
+            prompt, words = event.get("prompt", ""), event.get("text", "")
+            parts.append(
+                Html(
+                    f"<h3>{text(run.name)}, step {text(event.get('step', '?'))}</h3>"
+                    f'<pre tabindex="0"><b>{text(prompt)}</b>{text(words)}</pre>'
+                )
+            )
+    if not parts:
+        parts = [paragraph("No text was sampled.")]
+    return Section("samples", "Samples", join(parts))
+
+
+def settings(runs: Sequence[RunFiles]) -> Section:
+    """Every setting; where runs differ, the setting is marked and comes first."""
+    known = [run for run in runs if run.settings]
+    if not known:
+        sentence = "There is no config.yaml that could be read."
+        return Section("settings", "Configuration", paragraph(sentence))
+    names = dict.fromkeys(name for run in known for name in run.settings)
+    rows = {name: [_value(run, name) for run in known] for name in names}
+    differ = differing(known)
+    header = ("setting", *(run.name for run in known))
+    parts: list[Html] = []
+    if len(known) > 1 and differ:
+        parts.append(paragraph(f"The runs differ in {len(differ)} settings."))
+        changed = [(name, *rows[name]) for name in differ]
+        parts.append(table("Settings that differ", header, changed, range(len(differ))))
+    elif len(known) > 1:
+        parts.append(paragraph("The runs have the same settings."))
+    every = [(name, *values) for name, values in rows.items()]
+    marks = [number for number, name in enumerate(rows) if name in differ]
+    parts.append(details("All settings", table("All settings", header, every, marks)))
+    return Section("settings", "Configuration", join(parts))
+
+
+def differing(runs: Sequence[RunFiles]) -> list[str]:
+    """The settings that are not the same in all runs.
+
+    Args:
+      runs: Compared by what ``config.yaml`` says: ``1`` and ``"1"`` differ.
+    """
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [name for name in names if len({_value(run, name) for run in runs}) > 1]
+
+
+def environment(runs: Sequence[RunFiles]) -> Section:
+    """Versions, devices and host of each attempt."""
+    rows: list[tuple[object, ...]] = []
+    columns: dict[str, None] = {}
+    starts = [(run.name, event) for run in runs for event in run.of_kind("start")]
+    for _, event in starts:
+        columns |= dict.fromkeys(_of_attempt(event))
+    for name, event in starts:
+        values = _of_attempt(event)
+        attempt = event.get("attempt", 0)
+        rows.append((name, attempt, *(values.get(column, "–") for column in columns)))
+    if not rows:
+        sentence = "No start of the run was recorded, so that its machine is unknown."
+        return Section("environment", "Environment", paragraph(sentence))
+    header = ("run", "attempt", *columns)
+    return Section("environment", "Environment", table("Attempts", header, rows))
+
+
+def _of_attempt(event: Any) -> dict[str, object]:
+    names = ("num_devices", "device_kind", "num_processes", "host")
+    values: dict[str, object] = {n: event[n] for n in names if n in event}
+    return values | dict(event.get("versions") or {})
+
+
+def _value(run: RunFiles, name: str) -> str:
+    """A setting as one would write it, so that text and numbers stay apart."""
+    if name not in run.settings:
+        return _MISSING
+    value = run.settings[name]
+    written = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return written.removesuffix("\n").removesuffix("...").rstrip("\n")

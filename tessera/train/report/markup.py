@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes HTML of text that is not trusted.
+
+Functions that take text escape it; those that take ``Html`` do not. Control characters
+and surrogates, which HTML or UTF-8 cannot hold, are shown as escape sequences.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, NewType
+
+from tessera.errors.untrusted_text import printable
+
+Html = NewType("Html", str)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report under a heading.
+
+    Attributes:
+      key: Its id in the page.
+      title: The heading.
+      body: What stands below it.
+    """
+
+    key: str
+    title: str
+    body: Html
+
+    def as_html(self) -> Html:
+        """The section, labelled by its heading."""
+        key = escape(self.key)
+        return Html(
+            f'<section id="{key}" aria-labelledby="{key}-title">'
+            f'<h2 id="{key}-title">{text(self.title)}</h2>{self.body}</section>'
+        )
+
+
+def text(value: object) -> Html:
+    r"""Escape text for HTML, in an attribute too.
+
+    Example:
+      >>> text('<b a="1">\x1b\ud800')
+      '&lt;b a=&quot;1&quot;&gt;\\x1b\\ud800'
+    """
+    return Html(escape(printable(str(value), keep="\n\t")))
+
+
+def paragraph(value: object, kind: str = "") -> Html:
+    """A paragraph of text, of a class of the style sheet."""
+    name = f' class="{kind}"' if kind else ""
+    return Html(f"<p{name}>{text(value)}</p>")
+
+
+def join(parts: Iterable[Html]) -> Html:
+    """Pieces of HTML, one after the other."""
+    return Html("".join(parts))
+
+
+def table(
+    caption: str,
+    header: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    marked: Iterable[int] = (),
+) -> Html:
+    """A table that scrolls by itself where it is wider than the page.
+
+    Args:
+      caption: What it is of.
+      header: The columns.
+      rows: Their cells, the first of which is the heading of its row.
+      marked: The numbers of rows to highlight.
+    """
+    marks = set(marked)
+    heads = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
+    lines: list[str] = []
+    for number, (first, *others) in enumerate(rows):
+        kind = ' class="marked"' if number in marks else ""
+        cells = "".join(f"<td>{text(cell)}</td>" for cell in others)
+        lines.append(f'<tr{kind}><th scope="row">{text(first)}</th>{cells}</tr>')
+    return Html(
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
+        f"<table><caption>{text(caption)}</caption><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def details(summary: str, body: Html) -> Html:
+    """What is shown when a reader asks for it, or prints."""
+    return Html(f"<details><summary>{text(summary)}</summary>{body}</details>")
+
+
+def json_script(value: Any, kind: str = "") -> Html:
+    """A value as JSON in an element that the page's script reads."""
+    name = f' class="{kind}"' if kind else ""
+    # No "</script>" or "<!--" can occur in it.
+    data = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
+    return Html(f'<script type="application/json"{name}>{data}</script>')

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what the folder of a run says, also of one that is killed or going on.
+
+Every file may be missing, and a line may be cut: what cannot be read is counted, and
+the report says so. Of a step that ``metrics.jsonl`` has twice, as after a rollback, the
+last value counts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from tessera.errors import OutputPathError
+from tessera.errors.untrusted_text import parse_json
+from tessera.train.files.bounded_yaml import parse_yaml
+from tessera.train.files.regular_files import check_regular
+from tessera.train.records.events import Event, read_events
+
+Series: TypeAlias = Mapping[int, float]
+"""Values of a metric by step, in the order of steps."""
+
+_LONGEST_LINE: Final = 2**20
+_LONGEST_FILE: Final = 2**26
+_FILES: Final = ("metrics.jsonl", "events.jsonl", "config.yaml", "program.json")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the folder of a run says.
+
+    Attributes:
+      name: What the report calls the run.
+      series: Each metric.
+      events: What happened, over all attempts.
+      settings: The values of ``config.yaml``, by dotted path.
+      program: What is known of the compiled step.
+      timeline: The trace of a predicted step, if a dry run drew one.
+      measured_timeline: That of a profiled step, if the run measured one.
+      problems: What could not be read.
+      path: The folder.
+    """
+
+    name: str
+    series: Mapping[str, Series] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    program: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Mapping[str, Any] = field(default_factory=dict)
+    measured_timeline: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    path: Path = Path()
+
+    def of_kind(self, kind: str) -> list[Event]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+
+def read_run(path: Path, name: str | None = None) -> RunFiles:
+    """Read the folder of a run.
+
+    Args:
+      path: The folder.
+      name: What the report calls the run; None is its path.
+
+    Raises:
+      OutputPathError: [T504] it is not the folder of a run.
+    """
+    if not any((path / name).exists() for name in _FILES):
+        raise OutputPathError(
+            "there is no run to report on",
+            got=f"{str(path)!r}, which has none of {', '.join(_FILES)}",
+            fix="name the folder of a run, as outputs/tiny/2026-11-26/12-00-00",
+        )
+    problems: list[str] = []
+    settings = dict(_walk(_mapping(path / "config.yaml", problems)))
+    timeline = path / "timeline.json"
+    if not timeline.exists() and (folder := settings.get("runtime.timeline_dir")):
+        timeline = Path(str(folder)) / "timeline.json"
+    return RunFiles(
+        name=str(path) if name is None else name,
+        series=_read_metrics(path / "metrics.jsonl", problems),
+        events=_events(path / "events.jsonl", problems),
+        settings=settings,
+        program=_mapping(path / "program.json", problems),
+        timeline=_mapping(timeline, problems),
+        measured_timeline=_mapping(path / "profile/measured_timeline.json", problems),
+        problems=tuple(problems),
+        path=path,
+    )
+
+
+def _events(path: Path, problems: list[str]) -> tuple[Event, ...]:
+    try:
+        if path.exists():
+            check_regular(path)
+        return tuple(event for event in read_events(path) if _has_time(event))
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+        return ()
+
+
+def _has_time(event: Event) -> bool:
+    return isinstance(event.get("time"), (int, float))
+
+
+def _read_metrics(path: Path, problems: list[str]) -> dict[str, Series]:
+    """Each metric by step; the steps are sorted."""
+    series: dict[str, dict[int, float]] = {}
+    bad = 0
+    try:
+        for line in _lines(path):
+            try:
+                values = json.loads(line)  # strictness would take half of the time
+                step = values.pop("step")
+                if type(step) is not int:
+                    raise ValueError
+                for name, value in values.items():
+                    series.setdefault(name, {})[step] = float(value)
+            except Exception:  # also a number of hundreds of digits
+                bad += 1
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+    if bad:
+        problems.append(f"{path.name}: {bad} lines that are cut or not numbers")
+    return {name: dict(sorted(values.items())) for name, values in series.items()}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        check_regular(path)
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                yield line
+
+
+def _mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    """A JSON or YAML file that holds a mapping; an empty one where it does not."""
+    if not path.exists():
+        return {}
+    try:
+        check_regular(path)
+        if path.stat().st_size > _LONGEST_FILE:
+            raise ValueError(f"longer than {_LONGEST_FILE:,} bytes")
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            value = parse_json(content, longest=_LONGEST_FILE)
+        else:
+            value = parse_yaml(content)
+        if not isinstance(value, dict):
+            raise ValueError("it holds no mapping")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        problems.append(f"{path.name}: {reason or str(error).splitlines()[0]}")
+        return {}
+    return value
+
+
+def _walk(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested mappings, with its dotted path."""
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, dict) and value:
+            yield from _walk(value, name)
+        else:
+            yield name, value

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first section: how each run ended, and its main numbers."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from math import isfinite
+from statistics import median
+
+from tessera.train.records.goodput import goodput_of
+from tessera.train.report.charts import counted, number
+from tessera.train.report.markup import Section, join, paragraph, table
+from tessera.train.report.run_files import RunFiles, Series
+
+_LONGEST_MESSAGE = 500
+
+
+def summary(runs: Sequence[RunFiles]) -> Section:
+    """A verdict on each run, and a table of all."""
+    parts = [paragraph(f"{run.name}: {verdict(run)}", "verdict") for run in runs]
+    numbers = [_numbers(run) for run in runs]
+    rows = [(name, *(each[name] for each in numbers)) for name in numbers[0]]
+    header = ("", *(run.name for run in runs))
+    parts.append(table("Main numbers", header, rows))
+    parts += [
+        paragraph(f"{run.name}: could not be read in full. {problem}", "warning")
+        for run in runs
+        for problem in run.problems
+    ]
+    return Section("summary", "Summary", join(parts))
+
+
+def verdict(run: RunFiles) -> str:
+    """How a run ended, or how far it is, in a sentence or a few."""
+    words = [_ending(run)]
+    if loss := run.series.get("loss"):
+        step, value = [*loss.items()][-1]
+        words.append(f"Loss {number(value)} at step {step:,}.")
+    validation = run.series.get("val_loss", {})
+    if finite := {s: v for s, v in validation.items() if isfinite(v)}:
+        best = min(finite, key=finite.__getitem__)
+        words.append(
+            f"Lowest validation loss {number(finite[best])} after step {best:,}."
+        )
+    if bad := sum(not isfinite(value) for value in run.series.get("loss", {}).values()):
+        words.append(f"The loss is not finite at {counted(bad, 'step')}.")
+    if skipped := round(sum(run.series.get("skipped", {}).values())):
+        words.append(f"Skipped: {counted(skipped, 'step')}.")
+    if warnings := len(run.of_kind("warning")):
+        words.append(f"{counted(warnings, 'warning')}.")
+    return " ".join(words)
+
+
+def _ending(run: RunFiles) -> str:
+    ends = ("start", "end", "stop", "failure")
+    events = [event for event in run.events if event["event"] in ends]
+    of = f" of {steps}" if (steps := run.settings.get("training.steps")) else ""
+    done = max(run.series.get("loss", {}), default=0)
+    if not events:
+        return f"No events say how it ended; {done:,}{of} steps are recorded."
+    last = events[-1]
+    if last["event"] == "end":
+        return f"Finished: {last.get('step', done)}{of} steps."
+    if last["event"] == "stop":
+        return f"Stopped after step {last.get('step', done)}{of}, to go on later."
+    if last["event"] == "failure":
+        message = str(last.get("message", "no message"))[:_LONGEST_MESSAGE]
+        return f"Failed after step {done}{of}: {message}"
+    moment = max(event["time"] for event in run.events)
+    try:
+        seen = f"{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        seen = "an unknown time"
+    return f"Going on, or killed: {done}{of} steps, last heard of at {seen}."
+
+
+def _numbers(run: RunFiles) -> dict[str, str]:
+    """The main numbers of a run, all of them, so that runs share their rows."""
+    series = run.series
+    starts = run.of_kind("start")
+    where = starts[-1] if starts else {}
+    total = (run.program.get("parameters") or {}).get("total")
+    flops = run.program.get("flops")
+    shares = goodput_of(run.events).shares
+    is_timed = any(shares.values())
+    return {
+        "steps": f"{max(series.get('loss', {}), default=0):,}",
+        "loss": _last(series.get("loss", {})),
+        "validation loss": _last(series.get("val_loss", {})),
+        "tokens per second, median": _median(series.get("tokens_per_second", {})),
+        "seconds a step, median": _median(series.get("step_seconds", {})),
+        "model FLOP utilization, median": _median(series.get("mfu", {})),
+        "goodput": f"{shares['step']:.1%}" if is_timed else "–",
+        "attempts": str(len(starts) or "–"),
+        "parameters": "–" if total is None else f"{total:,}",
+        "FLOPs of a step": number(flops),
+        "devices": f"{where['num_devices']} × {where.get('device_kind', '?')}"
+        if "num_devices" in where
+        else "–",
+    }
+
+
+def _last(series: Series) -> str:
+    return number([*series.values()][-1]) if series else "–"
+
+
+def _median(series: Series) -> str:
+    finite = [value for value in series.values() if isfinite(value)]
+    return number(median(finite)) if finite else "–"

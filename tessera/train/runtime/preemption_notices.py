@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``runtime.preemption_notice``: asks a cloud whether it takes this machine away.
+
+Each cloud has an HTTP endpoint on its machines that says so, 30 s (Google Cloud, Azure)
+to two minutes (AWS) before the end:
+
+- https://cloud.google.com/compute/docs/instances/create-use-preemptible
+- https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+- https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from tessera.errors.untrusted_text import parse_json, printable
+
+_log: Final = logging.getLogger("tessera.train.runtime")
+# AWS recommends 5 s. Azure answers a machine, which may have eight ranks, five times a
+# second.
+_POLL_SECONDS: Final = 5.0
+_TIMEOUT: Final = 2.0
+_MAX_BYTES: Final = 2**16
+_LINK_LOCAL: Final = "http://169.254.169.254"
+# A proxy would answer for its own machine.
+_open: Final = build_opener(ProxyHandler({})).open
+
+
+class Cloud(Protocol):
+    """A cloud that may take its machines away."""
+
+    def notice(self) -> str | None:
+        """What is to happen to this machine; None if it stays.
+
+        Raises:
+          Exception: The endpoint does not answer, or nothing that has a meaning here.
+        """
+
+
+class GoogleCloud:
+    """Spot VMs that are preempted, and machines that end for maintenance.
+
+    Args:
+      address: Of the metadata server.
+    """
+
+    def __init__(self, address: str = "http://metadata.google.internal") -> None:
+        self._folder = f"{address}/computeMetadata/v1/instance"
+
+    def notice(self) -> str | None:
+        """See ``Cloud``."""
+        if self._read("preempted", ("TRUE", "FALSE")) == "TRUE":
+            return "Google Cloud preempts this machine"
+        # Of accelerators, an hour before; other machines move while they run.
+        ends = "TERMINATE_ON_HOST_MAINTENANCE"
+        events = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", ends)
+        if self._read("maintenance-event", events) == ends:
+            return "Google Cloud ends this machine for maintenance"
+        return None
+
+    def _read(self, name: str, values: tuple[str, ...]) -> str:
+        text = _ask(f"{self._folder}/{name}", {"Metadata-Flavor": "Google"}).strip()
+        if text not in values:
+            raise ValueError(f"{name} is {text[:80]!r}")
+        return text
+
+
+class Aws:
+    """Spot instances that are interrupted.
+
+    Args:
+      address: Of the instance metadata service, version 2.
+    """
+
+    def __init__(self, address: str = _LINK_LOCAL) -> None:
+        self._folder, self._token = f"{address}/latest", ""
+
+    def notice(self) -> str | None:
+        """See ``Cloud``."""
+        if not self._token:
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+            token = _ask(f"{self._folder}/api/token", ttl, method="PUT").strip()
+            if not token.isascii() or not token.isprintable():
+                raise ValueError(f"the token is {token[:80]!r}")
+            self._token = token
+        path = f"{self._folder}/meta-data/spot/instance-action"
+        try:
+            text = _ask(path, {"X-aws-ec2-metadata-token": self._token})
+        except HTTPError as error:
+            if error.code == 404:
+                return None
+            self._token = ""  # 401 is for one that has expired
+            raise
+        action = _object(text).get("action")
+        if action not in ("terminate", "stop", "hibernate"):
+            raise ValueError(f"instance-action is {text[:80]!r}")
+        return f"AWS is to {action} this instance"
+
+
+class Azure:
+    """Spot machines that are evicted, and those that are started anew or deleted.
+
+    Args:
+      address: Of the instance metadata service.
+    """
+
+    def __init__(self, address: str = _LINK_LOCAL) -> None:
+        self._folder, self._name = f"{address}/metadata", ""
+
+    def notice(self) -> str | None:
+        """See ``Cloud``."""
+        if not self._name:
+            path = "instance/compute/name?api-version=2021-02-01&format=text"
+            self._name = self._ask(path).strip().casefold()
+            if not self._name:
+                raise ValueError("the machine has no name")
+        # The first request turns the service on, which may take two minutes.
+        text = self._ask("scheduledevents?api-version=2020-07-01")
+        events = _object(text).get("Events")
+        if not isinstance(events, list):
+            raise ValueError(f"the scheduled events are {text[:80]!r}")
+        for event in events:
+            kind = self._kind(event)
+            # A machine that freezes goes on after a few seconds.
+            if kind in ("Preempt", "Terminate", "Reboot", "Redeploy"):
+                return f"Azure announces for this machine: {kind}"
+        return None
+
+    def _kind(self, event: Any) -> Any:
+        """What happens to this machine; events are those of all of a scale set."""
+        match event:
+            case {"EventType": kind, "Resources": [*names]}:
+                is_here = self._name in [str(name).casefold() for name in names]
+                return kind if is_here else None
+        return None
+
+    def _ask(self, path: str) -> str:
+        return _ask(f"{self._folder}/{path}", {"Metadata": "true"})
+
+
+CLOUDS: Final[Mapping[str, Callable[[], Cloud | None]]] = {
+    "none": lambda: None,
+    "gce": GoogleCloud,
+    "aws": Aws,
+    "azure": Azure,
+}
+
+
+@contextmanager
+def preemption_notices(
+    cloud: Cloud | None, request_stop: Callable[[str], None]
+) -> Iterator[None]:
+    """Request a stop at a cloud's first notice during the block.
+
+    An endpoint that cannot be understood, or does not answer, is warned of once.
+
+    Args:
+      cloud: Whom to ask, in a thread; None asks nobody.
+      request_stop: Gets what the cloud says, in that thread.
+    """
+    if cloud is None:
+        yield
+        return
+    closed = threading.Event()
+    thread = threading.Thread(
+        target=_poll,
+        args=(cloud, request_stop, closed),
+        name="preemption-notices",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()  # and nobody waits for an answer
+
+
+def _poll(
+    cloud: Cloud, request_stop: Callable[[str], None], closed: threading.Event
+) -> None:
+    is_warned = False
+    while not closed.is_set():
+        try:
+            if notice := cloud.notice():
+                request_stop(notice)
+                return
+        except Exception as error:  # whatever it is, the next answer may be a notice
+            if not is_warned:
+                _log.warning(
+                    "runtime.preemption_notice: there may be no notice before this "
+                    "machine is taken away, and the run goes on: %s",
+                    printable(str(error)),
+                )
+            is_warned = True
+        closed.wait(_POLL_SECONDS)
+
+
+def _ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str:
+    request = Request(url, headers=dict(headers), method=method)
+    try:
+        with _open(request, timeout=_TIMEOUT) as response:
+            return response.read(_MAX_BYTES).decode()
+    except HTTPError as error:
+        error.close()  # it holds the connection
+        raise
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = parse_json(text, longest=_MAX_BYTES)
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: {text[:80]!r}")
+    return value

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of ``tessera.graph``."""
+
+import pytest
+from flax import nnx
+
+from tests.graph.nnx_modules import X, block, optimizer, state_of, train_by_nnx
+
+
+@pytest.fixture
+def steps():
+    """The model, optimizer and losses of three steps of ``nnx.jit``."""
+    model = block()
+    state = optimizer(model)
+    step = nnx.jit(train_by_nnx)
+    losses = [step(model, state, X) for _ in range(3)]
+    return state_of(model, state), losses

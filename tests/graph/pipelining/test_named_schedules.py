@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The named schedules: idle time as in the literature, memory without M in it."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tessera.errors import PipelineSizeError, ScheduleError, UnknownScheduleError
+from tessera.graph.pipelining import Op, custom, schedule
+from tessera.graph.pipelining.legality import check
+from tessera.graph.pipelining.named_schedules import (
+    NAMES,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
+from tests.graph.pipelines import cases
+
+STAGES = range(1, 8)
+MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 13, 16, 24)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("stages", STAGES)
+def test_every_schedule_is_legal_for_any_sizes(name, stages):
+    for microbatches in MICROBATCHES:
+        check(schedule(name, stages, microbatches))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", STAGES)
+def test_the_counted_idle_share_of_gpipe_and_1f1b_is_the_formulas(name, stages):
+    for m in MICROBATCHES:
+        table = schedule(name, stages, m)
+        assert table.expected_idle_fraction() == (stages - 1) / (m + stages - 1)
+        assert table.idle_fraction() == pytest.approx(table.expected_idle_fraction())
+
+
+def test_that_share_does_not_depend_on_what_forward_and_backward_cost():
+    for table in (gpipe(4, 9), one_f_one_b(4, 9), interleaved(4, 8, 3)):
+        for forward, backward in ((1.0, 1.0), (1.0, 3.0), (0.5, 0.1)):
+            counted = table.idle_fraction(forward, backward)
+            assert counted == pytest.approx(table.expected_idle_fraction())
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+def test_interleaved_is_legal_and_waits_a_chunk_instead_of_a_device(stages, chunks):
+    for groups in (1, 2, 3, 6):
+        m = groups * stages
+        table = interleaved(stages, m, chunks)
+        check(table)
+        expected = (stages - 1) / (chunks * m + stages - 1)
+        assert table.expected_idle_fraction() == expected
+        assert table.idle_fraction() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_zero_bubble_waits_as_1f1b_does_but_for_no_weight_gradient(stages):
+    for m in MICROBATCHES:
+        table = zero_bubble(stages, m)
+        assert table.ticks == one_f_one_b(stages, m).ticks
+        assert table.idle_fraction() == pytest.approx(table.expected_idle_fraction())
+        for f, b, w in ((1, 1, 1), (1, 2, 1), (1, 2, 2), (3, 1, 5)):
+            bubble = (stages - 1) * (f + b)
+            expected = bubble / (m * (f + b + w) + bubble)
+            assert table.idle_fraction(f, b, w) == pytest.approx(expected)
+
+
+def test_zero_bubble_waits_less_than_1f1b_where_the_backward_runs_the_forward_again():
+    split = schedule("zero_bubble", 8, 64).idle_fraction(1, 2, 1)
+    assert split < one_f_one_b(8, 64).idle_fraction(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "rings"),
+    [
+        ("1f1b", 4, (5, 1, 0)),
+        ("interleaved", 4, (9, 1, 0)),  # two chunks
+        ("zero_bubble", 4, (5, 1, 4)),
+        ("1f1b", 8, (13, 1, 0)),
+    ],
+)
+def test_what_a_device_keeps_does_not_depend_on_the_number_of_microbatches(
+    name, stages, rings
+):
+    for m in (4 * stages, 8 * stages, 32 * stages):
+        slots = schedule(name, stages, m).slots
+        assert (
+            slots.stash_slots,
+            slots.cotangent_slots,
+            slots.weight_slots,
+        ) == rings
+
+
+def test_gpipe_keeps_every_microbatch():
+    assert [gpipe(4, m).slots.stash_slots for m in (4, 8, 32)] == [4, 8, 32]
+
+
+def test_zero_bubble_keeps_at_most_a_third_more_microbatches_than_there_are_stages():
+    for stages in (2, 4, 8, 16):
+        slots = zero_bubble(stages, 5 * stages).slots
+        assert slots.weight_slots <= stages + (stages + 1) // 3
+        assert slots.stash_slots <= 2 * (stages - 1) + 1
+
+
+@pytest.mark.parametrize("name", cases(NAMES, "1f1b"))
+def test_a_schedule_may_be_of_seventy_two_devices(name):
+    table = schedule(name, 72, 504)
+    assert table.slots.stash_slots <= 504
+    assert table.table("F").shape == (table.ticks, 72, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_work_to_make_a_schedule_grows_as_its_operations_do(name):
+    small = num_lines_run(lambda: schedule(name, 6, 42).slots)
+    large = num_lines_run(lambda: schedule(name, 24, 168).slots)
+    assert large <= 16 * small
+
+
+def num_lines_run(function: Callable[[], object]) -> int:
+    """How many lines of Python a function runs: its work, on however busy a machine."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_schedule_is_found_by_its_name():
+    assert schedule("gpipe", 2, 4) == gpipe(2, 4)
+    assert schedule("1f1b", 2, 4) == one_f_one_b(2, 4)
+    assert schedule("zero_bubble", 2, 4) == zero_bubble(2, 4)
+    assert schedule("interleaved", 2, 4) == interleaved(2, 4, chunks=2)
+    assert schedule("interleaved", 2, 4, chunks=3) == interleaved(2, 4, chunks=3)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(UnknownScheduleError) as caught:
+        schedule("zerobubble", 2, 4)
+    assert str(caught.value) == (
+        "[T310] there is no pipeline schedule 'zerobubble'\n"
+        "  fix: did you mean 'zero_bubble'? Known: 'gpipe', '1f1b', 'interleaved', "
+        "'zero_bubble'\n"
+        "  docs: docs/errors/T310.md"
+    )
+
+
+def test_interleaved_names_the_nearest_numbers_of_microbatches():
+    with pytest.raises(PipelineSizeError) as caught:
+        interleaved(4, 10, chunks=2)
+    assert str(caught.value) == (
+        "[T311] interleaved chunks need a multiple of the stages as microbatches\n"
+        "  got: 10 microbatches, 4 stages: 10 % 4 = 2\n"
+        "  fix: use 8 or 12 microbatches, or the schedule '1f1b'\n"
+        "  docs: docs/errors/T311.md"
+    )
+    with pytest.raises(PipelineSizeError, match="fix: use 4 microbatches, or"):
+        interleaved(4, 3, chunks=2)
+
+
+def test_chunks_belong_to_interleaved_alone():
+    with pytest.raises(PipelineSizeError) as caught:
+        schedule("gpipe", 4, 8, chunks=2)
+    assert str(caught.value) == (
+        "[T311] the schedule 'gpipe' has one chunk of layers per device\n"
+        "  got: chunks=2\n"
+        "  fix: leave chunks out, or use the schedule 'interleaved'\n"
+        "  docs: docs/errors/T311.md"
+    )
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "4"])
+def test_sizes_are_positive_whole_numbers(wrong):
+    for make in (gpipe, one_f_one_b, zero_bubble):
+        with pytest.raises(PipelineSizeError, match="positive whole number"):
+            make(2, wrong)
+        with pytest.raises(PipelineSizeError, match="positive whole number"):
+            make(wrong, 2)
+    with pytest.raises(PipelineSizeError) as caught:
+        interleaved(2, 4, chunks=wrong)
+    assert str(caught.value) == (
+        "[T311] a pipeline's number of chunks is a positive whole number\n"
+        f"  got: chunks={wrong!r}\n"
+        "  fix: use chunks=1 or more\n"
+        "  docs: docs/errors/T311.md"
+    )
+
+
+def test_a_table_of_ones_own_is_taken_if_it_is_legal():
+    made = zero_bubble(3, 5)
+    own = custom(
+        [[list(cell) for cell in row] for row in made.cells],
+        microbatches=5,
+        splits_backward=True,
+        name="mine",
+    )
+    assert own.cells == made.cells
+    assert own.stages == 3
+    assert own.expected_idle_fraction() is None
+    assert own.idle_fraction() == made.idle_fraction()
+
+
+def test_a_table_of_ones_own_has_a_name_of_its_own():
+    cells = one_f_one_b(2, 2).cells
+    with pytest.raises(ScheduleError) as caught:
+        custom(cells, microbatches=2, name="gpipe")
+    assert str(caught.value) == (
+        "[T309] the name 'gpipe' belongs to another pipeline schedule\n"
+        "  fix: give your table a name of its own\n"
+        "  docs: docs/errors/T309.md"
+    )
+
+
+def test_an_empty_table_has_no_stages():
+    with pytest.raises(PipelineSizeError, match="number of stages"):
+        custom([], microbatches=1)
+
+
+def test_a_table_of_ones_own_is_refused_if_it_is_not_legal():
+    with pytest.raises(ScheduleError, match="B0 of device 0 is missing"):
+        custom([[[Op("F", 0)]]], microbatches=1)

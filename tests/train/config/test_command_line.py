@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines: what they mean, and what the process does with them."""
+
+import shlex
+from dataclasses import fields, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from tessera.errors import ModelShapeError, TesseraError
+from tessera.graph.pipelining import named_schedules
+from tessera.ops.attention.context_parallel_variants import METHODS
+from tessera.ops.compressed_means import COMPRESSIONS
+from tessera.train.config import config
+from tessera.train.config.command_line import run_from_command_line
+from tessera.train.config.config import (
+    Config,
+    ModelConfig,
+    RuntimeConfig,
+    TrainingConfig,
+)
+from tessera.train.config.config_schema import (
+    schema,
+    settings_of,
+    settings_of_text,
+    typed,
+)
+from tessera.train.config.help_text import group_settings
+from tessera.train.config.setting_fields import as_yaml, problems_of
+from tessera.train.data.data_config import DataConfig, SyntheticConfig
+from tessera.train.loop.optimizers import OPTIMIZERS, AdamWConfig
+from tessera.train.models.axis_rules import RULES
+from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.definition import DECODER, definition_of
+from tessera.train.models.registry import config_of, model_names
+from tests.train.config.command_lines import CONFIGS_DIR, ROOT, composed
+
+# --- what command lines mean
+
+
+def test_the_defaults_are_those_of_the_classes():
+    assert composed().config == Config(
+        name="tiny",
+        model=ModelConfig(name="tiny", config=config_of("tiny")),
+        training=TrainingConfig(),
+        data=DataConfig(),
+        optimizer=AdamWConfig(),
+        runtime=RuntimeConfig(),
+    )
+
+
+QUICK_FILES = ("tiny", "moe_tiny", "gemma3_4b", "llama3.1_70b", "qwen3_30b_a3b")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK_FILES else pytest.mark.full)
+        for name in model_names()
+    ],
+)
+def test_the_command_of_a_model_file_chooses_the_named_model(name):
+    text = (CONFIGS_DIR / "model" / f"{name}.yaml").read_text().partition("\n\n")[0]
+    command = text.partition("# Command: python run_training.py")[2].replace("#", " ")
+    arguments = [one for one in shlex.split(command) if not one.startswith("data")]
+    model = composed(*arguments).config.model
+    expected = ModelConfig(name=name, config=config_of(name))
+    assert replace(model, mesh_shape=expected.mesh_shape) == expected
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_files_are_the_defaults_of_their_classes(name):
+    assert composed(f"optimizer={name}").config.optimizer == OPTIMIZERS[name]()
+    text = yaml.safe_load((CONFIGS_DIR / "optimizer" / f"{name}.yaml").read_text())
+    assert set(text) - {"defaults"} == {f.name for f in fields(OPTIMIZERS[name])}
+
+
+@pytest.mark.parametrize(
+    ("group", "cls"), [("training", TrainingConfig), ("runtime", RuntimeConfig)]
+)
+def test_the_default_files_show_every_setting(group, cls):
+    text = yaml.safe_load((CONFIGS_DIR / group / "default.yaml").read_text())
+    assert list(text) == [field.name for field in fields(cls)]
+
+
+def test_every_file_begins_with_what_it_is_and_a_command():
+    for file in CONFIGS_DIR.rglob("*.yaml"):
+        text = file.read_text()
+        head = "".join(takewhile(lambda line: line[0] == "#", text.splitlines(True)))
+        assert "python run_training.py" in head, file
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[[4,1],["fsdp","tp"]]', ((4, 1), ("fsdp", "tp"))),
+        ("[[4,1],[fsdp,tp]]", ((4, 1), ("fsdp", "tp"))),
+        ("[[1, 4], [fsdp, tp]]", ((1, 4), ("fsdp", "tp"))),
+        ("[[2,2],['tp','dp']]", ((2, 2), ("tp", "dp"))),
+        ("[[-1,2],[fsdp,tp]]", ((-1, 2), ("fsdp", "tp"))),
+        ("[[8],[dp]]", ((8,), ("dp",))),
+    ],
+)
+def test_meshes_are_written_with_or_without_quotes(text, expected):
+    assert composed(f"model.mesh_shape={text}").config.model.mesh_shape == expected
+
+
+def test_overrides_act_after_the_files_whatever_their_order():
+    given = composed(
+        "training.micro_batch_size=2",
+        "model.mesh_shape=[[8,2],[fsdp,tp]]",
+        "model=gemma3_4b",
+        "training.clip_norm=null",
+        "optimizer.weight_decay=0.01",
+        "training={steps: 5, seed: 7}",
+    ).config
+    assert given.model.config == config_of("gemma3_4b")
+    assert given.model.mesh_shape == ((8, 2), ("fsdp", "tp"))
+    assert given.training == TrainingConfig(
+        micro_batch_size=2, clip_norm=None, steps=5, seed=7
+    )
+    assert given.optimizer == AdamWConfig(weight_decay=0.01)
+
+
+def test_one_setting_may_refer_to_another():
+    given = composed("training.validate_every=${training.steps}", "training.steps=7")
+    assert given.config.training.validate_every == 7
+
+
+def test_the_output_folder_has_the_runs_name_and_the_time():
+    parts = composed("name=mine").output_dir.parts
+    assert parts[:2] == ("outputs", "mine")
+    assert [len(part) for part in parts[2:]] == [len("2026-11-20"), len("23-59-59")]
+
+
+def test_the_configuration_of_an_older_checkpoint_is_read():
+    """It has the setting that training.validation_sequences replaced."""
+    text = composed().text
+    older = text.replace("validation_sequences: 64", "validation_batches: 8")
+    assert older != text
+    assert settings_of_text(older) == settings_of_text(text)
+
+
+def test_the_output_folder_may_be_given():
+    given = composed("hydra.run.dir=/somewhere/${name}", "name=mine")
+    assert given.output_dir == Path("/somewhere/mine")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("optimizer=sgd", "model.mesh_shape=[[4,1],[fsdp,tp]]"),
+        ("training.sample_prompt='1e3'", "training.clip_norm=null"),
+        ("training.sample_prompt='a: [b] # é\n\tnull'", "optimizer.learning_rate=1e-7"),
+    ],
+)
+def test_the_saved_text_reads_back_as_the_same_settings(overrides):
+    given = composed(*overrides)
+    node = schema(definition_of(DECODER))
+    node.optimizer = typed(type(given.config.optimizer))
+    assert settings_of(OmegaConf.merge(node, OmegaConf.create(given.text))) == (
+        given.config
+    )
+    assert "hydra" not in yaml.safe_load(given.text)
+
+
+def test_the_saved_text_keeps_lists_on_one_line():
+    text = composed("model.mesh_shape=[[4,1],[fsdp,tp]]").text
+    assert "  mesh_shape: [[4, 1], [fsdp, tp]]\n" in text
+
+
+# --- the process
+
+
+def seen(capsys, *arguments, run=None):
+    calls = []
+    code = run_from_command_line(run or calls.append, CONFIGS_DIR, arguments)
+    out, err = capsys.readouterr()
+    return code, out, err, calls
+
+
+def test_a_good_command_line_runs(capsys):
+    code, out, err, (call,) = seen(capsys, "training.steps=5")
+    assert (code, out, err) == (0, "", "")
+    assert call.config.training.steps == 5
+
+
+def test_a_mistake_is_a_short_message_and_exit_code_two(capsys):
+    code, out, err, calls = seen(capsys, "training.stepz=5")
+    assert (code, out, calls) == (2, "", [])
+    assert err.startswith("[T501] there is no setting 'training.stepz'\n")
+    assert "Traceback" not in err
+
+
+def test_a_mistake_that_the_run_finds_is_shown_the_same_way(capsys):
+    def run(composed):
+        raise TesseraError("no such text", fix="write some")
+
+    code, _, err, _ = seen(capsys, run=run)
+    assert code == 2
+    assert err == (
+        "[T000] no such text\n  fix: write some\n  docs: docs/errors/T000.md\n"
+    )
+
+
+def test_a_bug_keeps_its_traceback(capsys):
+    def run(composed):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        seen(capsys, run=run)
+
+
+def test_cfg_job_shows_the_configuration_and_runs_nothing(capsys):
+    code, out, _, calls = seen(capsys, "--cfg", "job", "training.steps=5")
+    assert (code, calls) == (0, [])
+    assert out == composed("training.steps=5").text
+
+
+def test_help_names_every_setting_in_eighty_columns(capsys):
+    code, out, _, calls = seen(capsys, "--help", "optimizer=lion", "training.steps=7")
+    assert (code, calls) == (0, [])
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "  training.steps=7  (int)\n" in out
+    assert "  optimizer.beta2=0.99  (float)\n" in out
+    assert f"model={' | '.join(model_names())} model.name" in " ".join(out.split())
+    assert "  model.vocab_size=264  (int)\n" in out
+    assert "``" not in out
+
+
+def test_an_unknown_flag_says_what_to_use(capsys):
+    code, _, err, calls = seen(capsys, "--experimental-rerun=x")
+    assert (code, calls) == (2, [])
+    assert (
+        "  got: unrecognized arguments: --experimental-rerun=x\n"
+        "  fix: use --help, --cfg job, --module or --multirun, or write settings as "
+        "group.setting=value\n"
+    ) in err
+
+
+# --- the documentation
+
+
+def rows_of(group, cls):
+    for one in group_settings(group, cls):
+        default = f"`{one.default}`" if one.default else "of the file"
+        yield f"| `{one.name}` | {one.type} | {default} | {one.meaning} |"
+
+
+def test_the_documentation_has_every_setting_as_it_is():
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    expected = [
+        *rows_of("model", ModelConfig),
+        *rows_of("training", TrainingConfig),
+        *rows_of("data", DataConfig),
+        *rows_of("runtime", RuntimeConfig),
+    ]
+    for cls in OPTIMIZERS.values():
+        expected += rows_of("optimizer", cls)
+    written = [line for line in text.splitlines() if line.startswith("| `")]
+    assert written == expected, "\n".join(expected)
+
+
+def test_yaml_values_are_written_as_on_a_command_line():
+    assert as_yaml((1, "a b", None, 1e-8)) == "[1,'a b',null,1e-08]"
+
+
+# --- the schema
+
+
+def test_choices_are_those_of_the_modules_that_implement_them():
+    """They are written once more where no import of JAX is needed."""
+    assert config.SCHEDULE_NAMES == named_schedules.NAMES
+    assert config.CONTEXT_METHODS == METHODS
+    assert config.COMPRESSIONS == COMPRESSIONS
+    assert set(config.MESH_AXES) == {axis for axes in RULES.values() for axis in axes}
+
+
+def test_every_number_of_the_schema_has_a_least_and_a_most():
+    """A float has both by what a float32 holds."""
+    groups = (TrainingConfig, RuntimeConfig, DataConfig, SyntheticConfig)
+    for cls in (*groups, *OPTIMIZERS.values()):
+        for name, hint in get_type_hints(cls).items():
+            kinds = set(get_args(hint) or (hint,))
+            limits = cls.__dataclass_fields__[name].metadata
+            if int in kinds and str not in kinds:
+                assert {"least", "most"} <= set(limits), f"{cls.__name__}.{name}"
+            if float in kinds:
+                assert {"least", "above"} & set(limits), f"{cls.__name__}.{name}"
+                for beyond in (1e39, float("inf"), float("nan")):
+                    broken = replace(cls(), **{name: beyond})
+                    assert problems_of(broken, "group"), f"{cls.__name__}.{name}"
+    for name, hint in get_type_hints(DecoderConfig).items():
+        for kind, most in ((int, 2**31), (float, 1e39)):
+            if kind in (get_args(hint) or (hint,)):
+                with pytest.raises(ModelShapeError, match=f"{name} = "):
+                    replace(config_of("moe_tiny"), **{name: most})
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("training.steps=99999999999999999999999", "T502"),
+        (f"training.steps={'9' * 5000}", "T502"),
+        ("training.micro_batch_size=1048577", "T502"),
+        ("training.seed=true", "T502"),
+        ("training.steps=[1]", "T502"),
+        ("training.steps={a: 1}", "T502"),
+        ("training.resume=[a]", "T502"),
+        ("training.sample_prompt='\udcff'", "T502"),
+        ("training.remat=[full,[none]]", "T502"),
+        ("training.remat={global: [full]}", "T502"),
+        ("training.remat={1: full}", "T502"),
+        ("training.remat=[null]", "T502"),
+        ("training.loss_chunk=9999999999", "T502"),
+        ("training.loss_chunk=true", "T502"),
+        ("model.mesh_shape=[[[1]],[dp]]", "T101"),
+        ("model.mesh_shape=[[1],[[dp]]]", "T102"),
+        ("model.mesh_shape=[[1.0],[dp]]", "T101"),
+        ("model.mesh_shape=[[100000000000000000000],[dp]]", "T101"),
+        ("model.vocab_size=9999999999999", "T405"),
+        ("model.num_layers=1000000", "T405"),
+        ("model.rope_base_local=1e-60", "T405"),
+        ("optimizer.learning_rate=1e39", "T502"),
+        ("optimizer.epsilon=1e-60", "T502"),
+        ("optimizer.beta1=0.99999999999", "T502"),
+        ("runtime.step_deadline=1e12", "T502"),
+        ("data.prefetch=1000000", "T502"),
+        ("data.synthetic.tokens=99999999999999", "T502"),
+    ],
+)
+def test_a_value_beyond_what_it_can_mean_is_refused(override, code):
+    with pytest.raises(TesseraError) as caught:
+        composed(override, "data=synthetic")
+    assert caught.value.code == code
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_schedule_of_a_million_places_is_not_made():
+    with pytest.raises(TesseraError) as caught:
+        composed(
+            "model.mesh_shape=[[3],[pp]]",
+            "training.gradient_accumulation_steps=1000000",
+        )
+    assert str(caught.value) == (
+        "[T311] a schedule of so many stages and microbatches is too large a table\n"
+        "  got: 3 stages x 1000000 microbatches\n"
+        "  fix: use at most 87381 for training.gradient_accumulation_steps\n"
+        "  docs: docs/errors/T311.md"
+    )

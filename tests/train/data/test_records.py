@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON lines, compressed files, and what is neither text nor JSON lines.
+
+``tests/faults/test_data.py`` has what a run is told of files that cannot be read.
+"""
+
+import gzip
+import importlib
+import json
+import sys
+import tracemalloc
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tessera.errors import BadRecordError, DataFormatError
+from tessera.train.data import DataConfig, load, records
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.files import list_files, units_of
+from tessera.train.data.records import read_records
+
+TEXTS = ["Call me Ishmael.", "", "It is a truth\nuniversally known.", 'é "}{ \u2028.']
+
+
+def lines_of(*texts, field="text"):
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts)
+
+
+def corpus(path, **settings):
+    return load(
+        DataConfig(name="text", path=str(path), **settings),
+        sequence_length=8,
+        seed=0,
+        vocab_size=257,
+    )
+
+
+def documents_of(rows, tokenizer):
+    tokens, starts, _ = rows.stream.read(0, 10**9)
+    return [tokenizer.decode(part) for part in np.split(tokens, starts)]
+
+
+def test_each_line_of_json_lines_is_a_document_of_its_text_alone(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines_of(*TEXTS) + "\n\n")
+    made = corpus(tmp_path / "a.jsonl", validation_fraction=0)
+    assert documents_of(made.sources[0].train_rows, made.tokenizer) == [
+        "",
+        *[text for text in TEXTS if text],
+    ]
+    assert made.sources[0].train_rows.stream.num_bytes == sum(
+        len(text.encode()) for text in TEXTS
+    )
+
+
+def test_another_field_of_json_lines_is_read_by_its_name(tmp_path):
+    (tmp_path / "a.ndjson").write_text(lines_of("one", "two", field="body"))
+    made = corpus(tmp_path, text_key="body", validation_fraction=0)
+    assert documents_of(made.sources[0].train_rows, made.tokenizer) == [
+        "",
+        "one",
+        "two",
+    ]
+
+
+def test_one_file_of_json_lines_is_cut_between_two_lines(tmp_path):
+    texts = [f"text {number}" for number in range(20)]
+    (tmp_path / "a.jsonl").write_text(lines_of(*texts))
+    made = corpus(tmp_path / "a.jsonl", validation_fraction=0.2)
+    sides = [
+        documents_of(side, made.tokenizer)[1:]
+        for side in (made.sources[0].train_rows, made.sources[0].validation_rows)
+    ]
+    assert sides == [texts[:17], texts[17:]]
+
+
+@pytest.mark.parametrize("lengths", [(9000, 5, 5), (5, 5, 9000), (5, 9000)])
+def test_long_lines_are_left_whole_and_both_sides_have_some(tmp_path, lengths):
+    (tmp_path / "a.jsonl").write_text(lines_of(*("a" * n for n in lengths)))
+    made = corpus(tmp_path / "a.jsonl", validation_fraction=0.5)
+    train, validation = (
+        documents_of(side, made.tokenizer)[1:]
+        for side in (made.sources[0].train_rows, made.sources[0].validation_rows)
+    )
+    assert train
+    assert validation
+    assert [len(text) for text in train + validation] == list(lengths)
+
+
+def test_a_line_after_the_cut_keeps_its_number(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines_of(*["text"] * 50) + "{}\n")
+    with pytest.raises(BadRecordError) as caught:
+        corpus(tmp_path / "a.jsonl", validation_fraction=0.3)
+    assert str(caught.value) == (
+        "[T607] line 51 of the data file 'a.jsonl' has no text\n"
+        f"  got: {tmp_path}/a.jsonl, line 51: it has no key 'text'; Known: none\n"
+        '  fix: write one JSON object a line, with its text under "text"\n'
+        "  fix: or use another key: data.text_key=<name>\n"
+        "  fix: or skip such records: data.max_bad_records=<count>\n"
+        "  fix: or train on the raw lines: data.format=text\n"
+        "  docs: docs/errors/T607.md"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_what_is_compressed_gives_the_same_tokens(tmp_path, name):
+    content = lines_of(*["some words"] * 9).encode()
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "gz").mkdir()
+    (tmp_path / "gz" / f"{name}.gz").write_bytes(gzip.compress(content))
+    plain = corpus(tmp_path / name, validation_fraction=0.3)
+    for path in (tmp_path / "gz", tmp_path / "gz" / f"{name}.gz"):
+        packed = corpus(path, validation_fraction=0.3)
+        assert packed.fingerprint == plain.fingerprint
+
+
+def test_a_folder_gives_its_json_lines_too(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt", "d.json", "e.parquet", "f.arrow"):
+        (tmp_path / name).touch()
+    assert [document.name for document in list_files(str(tmp_path))] == [
+        "a.jsonl",
+        "b.jsonl.gz",
+        "c.txt",
+        "e.parquet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected"),
+    [
+        ("a.jsonl", "auto", "jsonl"),
+        ("a.JSONL.gz", "auto", "jsonl"),
+        ("a.html", "auto", "text"),
+        ("README", "auto", "text"),
+        ("a.jsonl", "text", "text"),
+        ("a.csv", "text", "text"),
+        ("a.json", "jsonl", "jsonl"),
+    ],
+)
+def test_the_ending_says_how_a_file_is_read_unless_the_setting_does(
+    tmp_path, name, asked, expected
+):
+    (tmp_path / name).touch()
+    (unit,) = list_files(str(tmp_path / name), asked)
+    assert unit.format == expected
+
+
+def test_text_takes_the_bytes_of_anything_as_they_are(tmp_path):
+    content = bytes(range(256)) * 4
+    (tmp_path / "a.parquet").write_bytes(content)
+    made = corpus(tmp_path / "a.parquet", format="text", validation_fraction=0)
+    assert made.sources[0].train_rows.stream.read(0, 10**9).tokens.tolist() == [
+        256,
+        *content,
+    ]
+
+
+def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(DataFormatError) as caught:
+        list_files(str(tmp_path / "a.json"))
+    assert str(caught.value) == (
+        "[T606] the data file 'a.json' is not text\n"
+        f"  got: {tmp_path}/a.json: JSON, by its suffix .json\n"
+        '  fix: write its texts as lines {"text": …} to a file with the suffix .jsonl: '
+        "jq -c '.[]' a.json > texts.jsonl\n"
+        "  fix: or train on the raw bytes: data.format=text\n"
+        "  docs: docs/errors/T606.md"
+    )
+
+
+def records_of(path, bad_records=None, **settings):
+    config = DataConfig(name="text", path=str(path), **settings)
+    bad_records = bad_records or BadRecords(config.max_bad_records)
+    units = units_of(replace(config, validation_fraction=0))[0]
+    return [r for unit in units for r in read_records(unit, config, bad_records)]
+
+
+BAD_LINES = {
+    b'{"text": 1}': "wrong type",
+    b'["text"]': "wrong type",
+    b'{"text": null}': "null",
+    b'{"body": "x"}': "missing key",
+    b'{"text": "x"': "invalid JSON",
+    b'{"text": "caf\xe9"}': "not UTF-8",
+    b'{"text": "\\ud83d"}': "not UTF-8",
+}
+
+
+def test_bad_records_are_skipped_and_counted_by_kind_up_to_a_limit(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [part for bad in BAD_LINES for part in (b'{"text": "good"}', bad, b"")]
+    path.write_bytes(b"\n".join(lines))
+    bad_records = BadRecords(len(BAD_LINES))
+    records = records_of(path, bad_records)
+    assert [r.text for r in records] == ["good"] * 7
+    assert [r.name for r in records][:2] == ["a.jsonl, line 1", "a.jsonl, line 4"]
+    assert bad_records.counts == Counter(BAD_LINES.values())
+    assert str(bad_records).splitlines()[:3] == [
+        "7 bad records skipped: 1 invalid JSON, 1 missing key, 2 not UTF-8, 1 null, "
+        "2 wrong type",
+        f"{path}, line 2: its 'text' is a number, not text",
+        f"{path}, line 5: it is an array, not an object",
+    ]
+    assert len(bad_records.examples) == 5
+    with pytest.raises(BadRecordError) as caught:
+        records_of(path, max_bad_records=2)
+    assert str(caught.value) == (
+        "[T607] the data has more bad records than data.max_bad_records allows\n"
+        "  got: data.max_bad_records=2\n"
+        "  got: 3 bad records skipped: 1 null, 2 wrong type\n"
+        f"  got: {path}, line 2: its 'text' is a number, not text\n"
+        f"  got: {path}, line 5: it is an array, not an object\n"
+        f"  got: {path}, line 8: its 'text' is null, not text\n"
+        "  fix: repair these records, or raise data.max_bad_records\n"
+        "  docs: docs/errors/T607.md"
+    )
+
+
+def test_a_run_reports_the_records_it_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n" + lines_of("one", "two", "three"))
+    made = corpus(tmp_path / "a.jsonl", max_bad_records=1, validation_fraction=0)
+    assert "left out    1 bad record skipped: 1 missing key\n" in made.describe()
+    whole = corpus(tmp_path / "a.jsonl", max_bad_records=1, validation_fraction=0.3)
+    assert whole.sources[0].bad_records.counts == {"missing key": 1}
+
+
+def test_a_text_file_of_many_megabytes_is_several_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_TEXT_BYTES", 10)
+    path = tmp_path / "a.txt"
+    for content in (
+        b"one\ntwo\nthree\nfour\n",
+        "€".encode() * 9,
+        b"x" * 25,
+        b"\n" * 11,
+    ):
+        path.write_bytes(content)
+        made = records_of(path)
+        assert b"".join(r.text for r in made) == content
+        assert len(made) > 1
+        for record in made:
+            record.text.decode()
+            assert content[record.offset :].startswith(record.text)
+    path.write_bytes(b"one\ntwo\nthree\n\0")
+    with pytest.raises(DataFormatError, match="0x00 at offset 14"):
+        records_of(path)
+
+
+def test_a_line_that_is_too_long_is_skipped_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 20)
+    (tmp_path / "a.jsonl").write_text(lines_of("a" * 99) + '{"text": "b"}\n')
+    bad_records = BadRecords(1)
+    assert [r.text for r in records_of(tmp_path / "a.jsonl", bad_records)] == ["b"]
+    assert bad_records.counts == {"too long": 1}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_line_of_any_length_takes_little_memory(tmp_path, monkeypatch, suffix):
+    pytest.importorskip("pyarrow")
+    monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 2**20)
+    path = tmp_path / f"a.jsonl{suffix}"
+    content = lines_of("b").encode() + b"a" * 40 * 2**20 + b"\n"
+    content += lines_of("c", "d").encode()
+    if suffix == ".zst":
+        arrow = importlib.import_module("pyarrow")
+        with arrow.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(content)
+    else:
+        path.write_bytes(gzip.compress(content, 1) if suffix else content)
+    del content
+    bad_records = BadRecords(1)
+    tracemalloc.start()
+    try:
+        config = DataConfig(name="text", path=str(path), validation_fraction=0.5)
+        sides = units_of(config)
+        texts = [
+            [r.text for unit in side for r in read_records(unit, config, bad_records)]
+            for side in sides
+        ]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert texts == [["b"], ["c", "d"]]
+    assert bad_records.counts == {"too long": 1}
+    assert peak < 8 * 2**20
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines_of("one").encode())
+    assert [r.text for r in records_of(tmp_path)] == ["one"]
+
+
+def test_zstd_gives_the_same_records_also_of_several_frames(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.jsonl.zst"
+    for part in ("one", "two"):
+        with arrow.CompressedOutputStream(
+            arrow.OSFile(str(path) + part, "wb"), "zstd"
+        ) as f:
+            f.write(lines_of(part).encode())
+        with path.open("ab") as whole:
+            whole.write((tmp_path / f"a.jsonl.zst{part}").read_bytes())
+    assert [r.text for r in records_of(path)] == ["one", "two"]
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataFormatError, match="cannot be decompressed"):
+        records_of(path)
+
+
+def test_a_missing_library_of_a_format_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.zst").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataFormatError, match=r"pip install 'tessera-spmd\[data\]'"):
+        records_of(tmp_path / "a.jsonl.zst")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Examples divided among processes, in another order each epoch."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.errors import BatchSizeError, EmptyDataError
+from tessera.train.data import EpochSampler
+
+
+def read(*sizes: int, epoch: int = 0, **options):
+    return [b.tolist() for b in EpochSampler(*sizes, **options).epoch(epoch)]
+
+
+@given(
+    examples=st.integers(1, 50),
+    local=st.integers(1, 5),
+    processes=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+)
+def test_processes_together_read_what_one_alone_would(
+    examples, local, processes, epoch
+):
+    size = local * processes
+    alone = read(examples, size, epoch=epoch)
+    shares = [read(examples, size, p, processes, epoch=epoch) for p in range(processes)]
+    together = [
+        [index for part in parts for index in part]
+        for parts in zip(*shares, strict=True)
+    ]
+    assert together == alone
+    assert {len(batch) for batch in alone} == {size}
+
+
+@given(examples=st.integers(1, 50), size=st.integers(1, 12))
+def test_an_epoch_has_every_example_and_repeats_only_to_fill_the_last_batch(
+    examples, size
+):
+    flat = [index for batch in read(examples, size) for index in batch]
+    assert sorted(flat[:examples]) == list(range(examples))
+    assert len(flat) - examples < size
+    again = flat[examples:]
+    assert again == [flat[i % examples] for i in range(len(again))]
+
+
+def test_what_fills_no_batch_may_be_dropped():
+    sampler = EpochSampler(10, 4, drop_last=True)
+    batches = list(sampler.epoch(0))
+    assert len(sampler) == len(batches) == 2
+    assert len({int(i) for batch in batches for i in batch}) == 8
+
+
+def test_every_epoch_has_an_order_of_its_own_that_comes_again():
+    orders = [read(64, 64, epoch=epoch)[0] for epoch in range(5)]
+    assert all(a != b for a, b in pairwise(orders))
+    assert len({tuple(order) for order in orders}) == 5
+    assert read(64, 64, epoch=3)[0] == orders[3]
+    assert read(64, 64, epoch=3, seed=1)[0] != orders[3]
+
+
+def test_neighboring_seeds_share_no_order():
+    orders = [read(64, 64, epoch=e, seed=s)[0] for e in range(3) for s in range(3)]
+    assert len({tuple(order) for order in orders}) == 9
+
+
+def test_without_shuffling_every_epoch_is_in_order():
+    assert read(5, 2, epoch=7, shuffle=False) == [[0, 1], [2, 3], [4, 0]]
+
+
+def test_an_epoch_goes_on_in_its_middle():
+    sampler = EpochSampler(20, 4)
+    rest = list(sampler.epoch(1, start=3))
+    np.testing.assert_array_equal(rest, list(sampler.epoch(1))[3:])
+
+
+def test_a_batch_that_processes_cannot_share_is_refused():
+    with pytest.raises(BatchSizeError, match="6 rows / 4 processes"):
+        EpochSampler(20, 6, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("examples", "drop_last", "fix"),
+    [(0, False, "use a smaller batch\n"), (3, True, "or drop_last=False")],
+)
+def test_too_few_examples_are_refused(examples, drop_last, fix):
+    with pytest.raises(EmptyDataError) as caught:
+        EpochSampler(examples, 4, drop_last=drop_last)
+    assert fix in str(caught.value)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts and messages of Parquet files, and of folders that datasets wrote."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from tessera.errors import BadRecordError, DataFormatError, SettingConflictError
+from tessera.train.data import DataConfig, records, tables
+from tessera.train.data.arrow_messages import batch_sizes
+from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.files import list_files, units_of
+from tessera.train.data.parquet_pages import read_pages
+from tessera.train.data.records import read_records
+from tessera.train.data.units import divide, split
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+TEXTS = [f"text {i}" for i in range(200)]
+
+
+def write_parquet(path, values, row_group_size=30, **columns):
+    table = arrow.table({"id": range(len(values)), "text": values, **columns})
+    parquet.write_table(table, path, row_group_size=row_group_size)
+
+
+def write_stream(path, values):
+    """A file as ``Dataset.save_to_disk`` writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = arrow.table({"text": values})
+    with arrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+
+
+def save(folder, parts):
+    names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        write_stream(folder / name, part)
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def read(units, bad_records=None, **settings):
+    config = DataConfig(name="text", path="x", **settings)
+    bad_records = bad_records or BadRecords()
+    return [r for unit in units for r in read_records(unit, config, bad_records)]
+
+
+def write_file(path, kind):
+    if kind == "parquet":
+        write_parquet(path, TEXTS)
+    elif kind == "stream":
+        write_stream(path, TEXTS)
+    else:
+        table = arrow.table({"text": TEXTS})
+        with arrow.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=70)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+@pytest.mark.parametrize("fraction", [0.001, 0.27, 0.999])
+def test_each_row_is_a_document_once_also_of_a_part(tmp_path, kind, fraction):
+    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
+    write_file(path, kind)
+    (whole,) = list_files(str(path))
+    sides = split([whole], fraction)
+    records = [read([part]) for side in sides for part in divide(side[0], 1)]
+    assert [r.text for part in records for r in part] == TEXTS
+    assert [r.offset for part in records for r in part] == [*range(200)]
+    assert records[-1][-1].name == f"{path.name}, row 200"
+    assert all(read(side) for side in sides)
+    if kind == "parquet":
+        # Row groups of 30 rows: no part begins inside of one, except at the cut.
+        begins = {part.begin for side in sides for part in divide(side[0], 1)}
+        assert begins == {0, sides[1][0].begin, *range(0, 200, 30)}
+
+
+def test_a_saved_data_set_has_the_files_that_its_state_names(tmp_path):
+    save(tmp_path / "web", [TEXTS[:90], TEXTS[90:]])
+    write_stream(tmp_path / "web" / "cache-123.arrow", TEXTS)
+    for path in (tmp_path, tmp_path / "web"):
+        assert [r.text for r in read(list_files(str(path)))] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_saved_data_set_has_names_that_files_can_have(tmp_path, name):
+    save(tmp_path, [["one"]])
+    state = {"_data_files": [{"filename": name}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataFormatError, match="is no name of a file"):
+        list_files(str(tmp_path))
+
+
+def test_several_splits_in_a_folder_are_not_mixed(tmp_path):
+    for name in ("train", "test"):
+        save(tmp_path / name, [TEXTS])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataFormatError) as caught:
+        list_files(str(tmp_path))
+    assert str(caught.value) == (
+        "[T606] the folder has several splits of a data set, such as one for tests\n"
+        f"  got: {tmp_path}: test, train\n"
+        f"  fix: choose one: data.path={tmp_path}/train\n"
+        "  docs: docs/errors/T606.md"
+    )
+    assert len(list_files(str(tmp_path / "train"))) == 1
+
+
+def test_a_column_that_does_not_exist_names_the_others(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    with pytest.raises(BadRecordError) as caught:
+        read(list_files(str(tmp_path)), text_key="body", max_bad_records=9)
+    assert "has no column 'body'\n  got: " in str(caught.value)
+    assert "a.parquet has id, text\n" in str(caught.value)
+
+
+def test_rows_without_a_text_are_counted(tmp_path):
+    texts = ["one", None, "three", "x" * 7, "five"]
+    path = tmp_path / "a.parquet"
+    write_parquet(path, texts)
+    # A text that is not UTF-8, which Arrow does not check.
+    path.write_bytes(path.read_bytes().replace(b"x" * 7, b"\xff" * 7))
+    bad_records = BadRecords(2)
+    assert [r.text for r in read(list_files(str(path)), bad_records)] == [
+        *("one", "three", "five")
+    ]
+    assert bad_records.counts == {"null": 1, "not UTF-8": 1}
+    assert f"{path}, row 2: its 'text' is null, not text" in str(bad_records)
+    with pytest.raises(BadRecordError, match="row 1 of the data file"):
+        read(list_files(str(path)), text_key="id")
+
+
+def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ["é".encode(), b"\xff", b""])
+    bad_records = BadRecords(1)
+    records = read(list_files(str(path)), bad_records)
+    assert [r.text for r in records] == ["é", ""]
+    assert str(bad_records).endswith("row 2: it is not UTF-8: byte 0xff")
+    days = arrow.array([1, None], arrow.date32())
+    write_parquet(path, ["", ""], day=days)
+    with pytest.raises(BadRecordError, match="'day' is of the type date, not text"):
+        read(list_files(str(path)), text_key="day")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "categories", "messages"])
+def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 3000)
+    texts = ["one", "x" * 3001, "three", None, "é" * 1400] + ["y" * 2900] * 99
+    column, settings = arrow.array(texts), {}
+    if kind == "categories":
+        column = column.dictionary_encode()
+    if kind == "messages":
+        column = [[{"role": "user", "content": text}] for text in texts]
+        settings = {"messages_key": "text"}
+    suffix = "arrow" if kind == "arrow" else "parquet"
+    if kind == "arrow":
+        write_stream(tmp_path / "a.arrow", texts)
+    else:
+        write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
+    bad_records = BadRecords(2)
+    units = list_files(str(tmp_path / f"a.{suffix}"))
+    made = read(units, bad_records, **settings)
+    if kind == "messages":
+        read_texts = [r.conversation.messages[0]["content"] for r in made]
+    else:
+        read_texts = [r.text for r in made]
+    assert read_texts == [t for t in texts if t and len(t) != 3001]
+    assert bad_records.counts == {"too long": 1, "null": 1}
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_pages_of_parquet_have_the_sizes_that_their_headers_say(
+    tmp_path, version, compression
+):
+    path = tmp_path / "a.parquet"
+    messages = [[{"role": "user", "content": f"{i} " * 50}] * 3 for i in range(999)]
+    columns = {
+        "messages": messages,
+        "text": [str(i % 7) * 500 for i in range(999)],
+        "long": ["x" * 10_000 * (i % 3) for i in range(999)],
+        "number": [None, 1.5, 2.5] * 333,
+    }
+    parquet.write_table(
+        arrow.table(columns),
+        path,
+        data_page_version=version,
+        compression=compression,
+        data_page_size=5000,
+        write_batch_size=20,
+    )
+    metadata = parquet.read_metadata(path)
+    group = metadata.row_group(0)
+    for chunk in (group.column(i) for i in range(metadata.num_columns)):
+        begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
+        with path.open("rb") as file:
+            pages = [*read_pages(file, begin, begin + chunk.total_compressed_size)]
+        sizes = [page.size for page in pages]
+        assert sum(page.values for page in pages if not page.is_dictionary) == (
+            chunk.num_values
+        )
+        assert pages[0].is_dictionary == chunk.has_dictionary_page
+        # A chunk is its pages and their headers.
+        headers = chunk.total_uncompressed_size - sum(sizes)
+        assert 10 * len(sizes) < headers < 30_000 * len(sizes)
+        assert len(sizes) > 1
+
+
+def test_a_page_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, ["short"] * 99 + ["x" * 30_000_000], row_group_size=1000)
+    monkeypatch.setattr(tables, "_MOST_PAGE_BYTES", 2**24)
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet.ParquetFile, "iter_batches", None)
+        with pytest.raises(DataFormatError) as caught:
+            read(list_files(str(path)))
+    assert "got: " + str(path) + ": a page of the column 'text' takes 28 MiB" in str(
+        caught.value
+    )
+    assert not read(list_files(str(path)), BadRecords(100), text_key="id")
+
+
+def test_a_text_that_a_dictionary_repeats_is_decoded_a_few_times_at_once(tmp_path):
+    column = arrow.DictionaryArray.from_arrays([0] * 100, ["x" * 2**22])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": column}), path, store_schema=False)
+    group = parquet.read_metadata(path).row_group(0)
+    assert tables._rows_at_a_time(path, group, ["text"]) == 15
+    write_parquet(path, ["short"] * 100)
+    group = parquet.read_metadata(path).row_group(0)
+    assert tables._rows_at_a_time(path, group, ["text"]) == 64
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_compressed_batch_that_is_too_large_is_refused_before_it_is_read(
+    tmp_path, monkeypatch, kind, codec
+):
+    path = tmp_path / "a.arrow"
+    names = arrow.array(["one", "two"] * 100).dictionary_encode()
+    table = arrow.table({"text": ["x" * 10_000] * 200, "name": names})
+    options = arrow.ipc.IpcWriteOptions(compression=codec)
+    new = arrow.ipc.new_stream if kind == "stream" else arrow.ipc.new_file
+    with new(str(path), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=100)
+    with path.open("rb") as file:
+        dictionary, *batches = batch_sizes(file)
+    assert dictionary < 200
+    assert [size // 1000 for size in batches] == [1000, 1000]
+    config = {"text_key": "text"}
+    assert len(read(list_files(str(path)), **config)) == 200
+    monkeypatch.setattr(tables, "_MOST_PAGE_BYTES", 2**19)
+    monkeypatch.setattr(arrow.ipc, "open_stream", None)
+    monkeypatch.setattr(arrow.ipc, "open_file", None)
+    with pytest.raises(DataFormatError, match="a record batch takes 0 MiB of memory"):
+        read(list_files(str(path)), **config)
+
+
+def test_batches_that_are_not_compressed_have_no_sizes(tmp_path):
+    write_file(tmp_path / "a", "stream")
+    content = (tmp_path / "a").read_bytes()
+    for end in (0, 7, 9, 100, len(content) - 9, len(content)):
+        assert not [*batch_sizes(io.BytesIO(content[:end]))]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0", b"\x1c", b"\x15\xff", b"\xff", b"\x19"]
+)
+def test_what_is_no_header_of_a_page_ends_the_search(content):
+    assert not [*read_pages(io.BytesIO(content * 2**20), 0, 2**20)]
+
+
+def test_messages_are_read_from_rows_and_lines(tmp_path):
+    messages = [
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
+        [{"role": "user", "content": "why?"}],
+    ]
+    write_parquet(tmp_path / "a.parquet", ["", ""], messages=messages)
+    lines = [json.dumps({"messages": one}) for one in messages]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    records = read(list_files(str(tmp_path)), messages_key="messages")
+    assert [r.conversation.messages for r in records] == messages * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (None, "null"),
+        ([], "wrong type"),
+        ("hi", "wrong type"),
+        (["hi"], "wrong type"),
+        ([{"role": "user"}], "missing key"),
+        ([{"content": "hi"}], "missing key"),
+        ([{"role": "user", "content": None}], "null"),
+        ([{"role": "user", "content": ["text"]}], "wrong type"),
+    ],
+)
+def test_a_list_that_has_no_messages_is_a_bad_record(tmp_path, value, kind):
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": value}))
+    bad_records = BadRecords(1)
+    assert not read(list_files(str(tmp_path)), bad_records, messages_key="messages")
+    assert bad_records.counts == {kind: 1}
+
+
+def test_messages_need_records(tmp_path):
+    (tmp_path / "a.txt").write_text("hi")
+    config = DataConfig(name="text", path=str(tmp_path), messages_key="messages")
+    with pytest.raises(SettingConflictError, match="needs records, and a file is"):
+        units_of(config)
+    (tmp_path / "b.jsonl").write_text("{}")
+    with pytest.raises(SettingConflictError, match="needs records, and a file is"):
+        units_of(replace(config, validation_fraction=0))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"ARROW1", b"x" * 99])
+def test_a_file_that_is_no_table_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataFormatError, match=r"T606.* cannot be read as "):
+        read(list_files(str(tmp_path / name)))
+
+
+def test_a_table_is_read_in_small_batches(tmp_path):
+    write_file(tmp_path / "a.parquet", "parquet")
+    rows = tables.read_columns(
+        tmp_path / "a.parquet", "parquet", ["text"], 130, 140, 99
+    )
+    expected = [{"text": text} for text in TEXTS[130:140]]
+    assert [*rows] == [*enumerate(expected, 130)]

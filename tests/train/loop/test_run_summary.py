@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a run, and the whole answer of a dry run."""
+
+import json
+from typing import Any
+
+import jax
+import pytest
+
+from tessera.analysis.collective import Collective
+from tessera.analysis.memory import format_bytes
+from tessera.errors import OutputPathError
+from tessera.mesh import Mesh
+from tessera.targets.target import Target
+from tessera.train.config.config import Config, ModelConfig, TrainingConfig
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.run_summary import dry_run_text, run_rows, write_timeline
+from tests.small_model import SMALL
+
+# What was compiled elsewhere has the lines of elsewhere, which say what is planned.
+pytestmark = pytest.mark.usefixtures("compiled_here")
+
+CONFIG = SMALL
+
+
+def run_of(
+    sizes: tuple[int, ...],
+    axes: tuple[str, ...],
+    target: Target | None = None,
+    **training: Any,
+) -> Run:
+    settings = Config(
+        name="small",
+        model=ModelConfig(name="small", mesh_shape=(sizes, axes), config=CONFIG),
+        training=TrainingConfig(
+            sequence_length=16,
+            micro_batch_size=2,
+            gradient_accumulation_steps=3,
+            **training,
+        ),
+    )
+    return Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """On more devices than there are."""
+    return run_of((4, 4), ("fsdp", "tp"))
+
+
+@pytest.mark.full
+def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
+    before = jax.live_arrays()  # held, so that none of them goes meanwhile
+    rows = run_rows(run)
+    memory, ledger = run.compiled.memory, run.compiled.collectives
+    sent = ledger.by_axis()
+    assert not ledger.unplanned
+    assert rows == [
+        ("mesh", "fsdp × tp mesh, 4 × 4, abstract"),
+        ("model", "small"),
+        ("parameters", "20,800"),
+        *(("layout", note) for note in run.model.layout_notes(run.mesh)),
+        ("state", rows[5][1]),
+        (
+            "held per device",
+            "parameters 7.75 KiB, gradients 7.75 KiB, optimizer 15.5 KiB",
+        ),
+        ("recomputed", "named in 2 of 2 layers"),
+        ("batch", "24 sequences of 16 tokens in 3 microbatches"),
+        (
+            "memory per device",
+            f"{format_bytes(memory.peak)}: state and batch "
+            f"{format_bytes(memory.arguments)}, temporaries "
+            f"{format_bytes(memory.temporaries)}",
+        ),
+        (
+            "sent per step",
+            "; ".join(
+                f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
+                for axes, total in sent.items()
+            ),
+        ),
+    ]
+    assert ("tp",) in sent
+    assert ("fsdp",) in sent
+    assert len(jax.live_arrays()) == len(before)
+
+
+@pytest.mark.full
+def test_the_table_says_how_much_of_what_is_sent_is_unplanned(run, monkeypatch):
+    monkeypatch.setattr(Collective, "is_planned", property(lambda row: row.calls == 1))
+    rows = run.compiled.collectives.unplanned
+    size = format_bytes(sum(row.total_bytes for row in rows))
+    assert dict(run_rows(run))["sent per step"].endswith(
+        f"; of these unplanned: {len(rows)} collectives, {size}"
+    )
+
+
+@pytest.mark.full
+def test_gradients_in_a_fixed_order_are_whole_on_every_device():
+    run = run_of((2, 2), ("fsdp", "tp"), numerics="deterministic", microshards=4)
+    held = dict(run_rows(run))["held per device"]
+    whole = format_bytes(4 * run.model.num_params)
+    assert f"gradients {whole}" in held
+    assert f"parameters {whole}" not in held
+
+
+@pytest.mark.full
+def test_the_state_is_counted_whole_and_per_device(run):
+    # Parameters and AdamW's two moments in f32, and three counters.
+    whole = 3 * 4 * run.config.model.config.num_params + 3 * 4
+    state = dict(run_rows(run))["state"]
+    total, local = state.removesuffix(" per device").split(", ")
+    assert total == format_bytes(whole)
+    # What the compiled program takes on each device: its state and its batch.
+    batch = 4 * (3 * 2 * 16) * 4
+    assert local == format_bytes(run.compiled.memory.arguments - batch)
+
+
+@pytest.mark.full
+def test_a_dry_run_shows_memory_and_every_collective(run):
+    text = dry_run_text(run)
+    compiled = run.compiled
+    assert text == f"{compiled.memory.as_text()}\n\n{compiled.collectives.as_text()}"
+    assert text.startswith("memory per device, compiled for cpu\n  arguments ")
+    assert "all-reduce" in text
+
+
+@pytest.fixture(scope="module")
+def on_target() -> Run:
+    return run_of((2, 2), ("fsdp", "tp"), Target.parse("cpu:4"))
+
+
+@pytest.mark.full
+def test_a_dry_run_for_a_target_predicts_the_time_of_a_step(on_target):
+    text = dry_run_text(on_target)
+    timeline = on_target.compiled.timeline
+    assert text.endswith(f"\n\n{timeline.as_text()}")
+    assert "predicted step on cpu:4: " in text
+    # Three microbatches through the loop over two layers.
+    assert max(event.times for event in timeline.events) >= 6
+
+
+@pytest.mark.full
+def test_a_timeline_is_drawn_into_a_folder(on_target, tmp_path):
+    picture, trace = write_timeline(on_target.compiled.timeline, tmp_path / "there")
+    assert picture.read_text().startswith("<svg")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert {picture.name, trace.name} == {"timeline.svg", "timeline.json"}
+
+
+@pytest.mark.full
+def test_a_folder_that_cannot_be_made_is_named(on_target, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputPathError, match="T504"):
+        write_timeline(on_target.compiled.timeline, tmp_path / "file" / "in")
+
+
+@pytest.mark.full
+def test_one_device_sends_nothing():
+    rows = dict(run_rows(run_of((1, 1), ("fsdp", "tp"))))
+    assert rows["mesh"] == "fsdp × tp mesh, 1 × 1"
+    assert rows["sent per step"] == "nothing: one device"
+
+
+@pytest.mark.full
+def test_memory_settings_are_shown_with_what_they_do():
+    remat = {"global": "full"}
+    run = run_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)
+    rows = dict(run_rows(run))
+    whole = 4 * CONFIG.num_params
+    assert rows["held per device"] == (
+        f"parameters {format_bytes(whole)}, gradients {format_bytes(whole / 2)}, "
+        f"optimizer {format_bytes(whole + 8)} on the host"
+    )
+    assert rows["recomputed"] == "full in 1 of 2 layers"
+    assert run.compiled.memory.arguments == whole + whole + 12 + 4 * 3 * 2 * 16 * 4

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner answers: a table, a command line, JSON and a picture."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from tessera.errors import OutputPathError, PlanError, TargetError
+from tessera.foundations.config_files import configs_dir
+from tessera.targets.target import Target
+from tessera.train.commands.plan import main
+from tessera.train.config.command_line import compose
+from tessera.train.planner import step_time
+from tessera.train.planner.answer import Answer, describe
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.pareto_chart import pareto_page
+from tessera.train.planner.plan_run import plan_run
+from tessera.train.planner.step_time import StepModel
+from tessera.train.planner.workload import Workload
+
+WORDS = (
+    "data=synthetic",
+    "training.sequence_length=64",
+    "training.global_batch_size=32",
+    "runtime.target=cpu:4",
+)
+
+
+@pytest.fixture(scope="module")
+def work() -> Workload:
+    """The trace of the model, which neither layout nor batch nor memory changes."""
+    config = compose([*WORDS, "training.dry_run=true"], configs_dir()).config
+    return StepModel.of(config, Target.parse("cpu:4")).work
+
+
+@pytest.fixture
+def traced_before(monkeypatch, work):
+    monkeypatch.setattr(step_time, "workload", lambda *_: work)
+
+
+@pytest.fixture(scope="module")
+def answer(work) -> Answer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_time, "workload", lambda *_: work)
+        return plan_run(WORDS, verified=0)
+
+
+def test_the_command_line_trains_in_the_best_layout(answer):
+    words = shlex.split(answer.command(answer.best.layout))
+    assert words[:2] == ["tessera", "train"]
+    assert not any(word.startswith("runtime.target") for word in words)
+    settings = compose(words[2:], configs_dir()).config
+    sizes, axes = settings.model.mesh_shape
+    assert tuple(zip(axes, sizes, strict=True)) == answer.best.layout.mesh
+    assert settings.training.global_batch_size == 32
+    assert settings.training.remat == answer.best.layout.remat
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((("pp", 2), ("fsdp", 2)), 2, 8, schedule="interleaved", chunks=2),
+        Layout((("dp", 4),), 8, 1, zero_stage=3, offload=True, loss_chunk=256),
+        Layout((("fsdp", 2), ("tp", 2)), 4, 4, remat="full", sequence_parallel=True),
+    ],
+    ids=describe,
+)
+def test_overrides_give_a_run_the_layout(layout):
+    words = [*WORDS[:2], "training.global_batch_size=32", *layout.overrides()]
+    settings = compose(words, configs_dir()).config
+    assert replace(Layout.of(settings), microbatches=layout.microbatches) == layout
+    assert Layout.of(layout.applied(settings)) == layout
+
+
+def test_the_table_says_what_was_asked_and_found(answer):
+    text = answer.as_text(rows=3)
+    assert text.startswith("tiny on cpu:4: 4 devices of 1.00 GiB; 32 sequences of 64")
+    assert "not legal: " in text
+    assert describe(answer.best.layout) in text
+    assert text.splitlines()[-1] == answer.command(answer.best.layout)
+    assert len([line for line in text.splitlines() if line[:1].isdigit()]) == 3
+
+
+def test_figures_of_a_row_belong_together(answer):
+    found = answer.as_json()
+    best = found["layouts"][0]
+    parts = sum(best[name] for name in ("compute", "exposed", "bubble", "overhead"))
+    assert best["seconds"] == pytest.approx(parts)
+    assert best["tokens_per_second"] == pytest.approx(32 * 64 / parts)
+    assert 0 < best["mfu"] < 1
+    assert json.loads(json.dumps(found))["tokens"] == 32 * 64
+
+
+def test_the_picture_has_every_layout_of_the_front(answer):
+    page = pareto_page(answer)
+    assert "Plotly.newPlot(" in page
+    for each in answer.found.front:
+        assert json.dumps(describe(each.layout))[:-1] in page
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
+def test_what_the_command_line_sets_is_not_searched():
+    fixed = plan_run(
+        [*WORDS, "training.remat=full", "model.mesh_shape=[[2,2],[dp,tp]]"], verified=0
+    )
+    assert {each.layout.remat for each in fixed.ranked} == {"full"}
+    assert {frozenset(each.layout.mesh) for each in fixed.ranked} == {
+        frozenset({("dp", 2), ("tp", 2)})
+    }
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
+def test_a_setting_may_need_an_axis_that_the_plan_chooses():
+    found = plan_run([*WORDS, "training.pipeline_schedule=zero_bubble"], verified=0)
+    pipelines = [each.layout for each in found.ranked if each.layout.schedule]
+    assert pipelines
+    assert {layout.schedule for layout in pipelines} == {"zero_bubble"}
+    staged = plan_run([*WORDS, "training.zero_stage=2"], verified=0)
+    assert {each.layout.zero_stage for each in staged.ranked} == {2}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
+def test_a_batch_that_is_not_set_is_said():
+    words = [word for word in WORDS if "global_batch" not in word]
+    found = plan_run(words, verified=0)
+    assert found.space.global_batch_size == 4 * 8
+    assert "training.global_batch_size is not set" in found.as_text()
+
+
+def test_a_plan_needs_a_target():
+    with pytest.raises(TargetError, match=r"\[T711\] a plan needs the machine"):
+        plan_run(WORDS[:3], verified=0)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
+def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
+    file = tmp_path / "small.toml"
+    text = (configs_dir() / "target" / "cpu.toml").read_text()
+    file.write_text(text.replace("memory_bytes = 1073741824", "memory_bytes = 9000000"))
+    with pytest.raises(PlanError) as caught:
+        plan_run([*WORDS[:3], f"runtime.target={file}:4"], verified=0)
+    message = str(caught.value)
+    assert message.startswith("[T714] no layout of this run fits the memory of small:4")
+    assert "fix: use runtime.target=small:8, where " in message
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("traced_before")
+def test_a_batch_that_nothing_shares_says_why():
+    words = [*WORDS[:2], "training.global_batch_size=5", "runtime.target=cpu:7"]
+    with pytest.raises(PlanError, match=r"\[T714\] no layout on cpu:7 is legal"):
+        plan_run(words, verified=0)
+
+
+@pytest.mark.slow(reason="the one whole plan")
+def test_the_command_writes_what_it_is_asked_to(tmp_path, capsys):
+    files = [f"--json={tmp_path}/plan.json", f"--html={tmp_path}/plan.html"]
+    assert main([*WORDS, "--verify=0", "--rows=2", *files]) == 0
+    assert "tessera train data=synthetic" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["devices"] == 4
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_file_that_cannot_be_written_is_said_first(tmp_path, capsys):
+    assert main([*WORDS, f"--json={tmp_path}/none/plan.json"]) == 2
+    assert OutputPathError.code in capsys.readouterr().err

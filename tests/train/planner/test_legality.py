@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts are rejected as a run with them would be, and no check is made twice."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tessera.foundations.config_files import configs_dir
+from tessera.graph.pipelining.named_schedules import schedule
+from tessera.train.config.command_line import compose
+from tessera.train.planner import legality as legality_module
+from tessera.train.planner.layout import Layout
+from tessera.train.planner.legality import Legality
+
+WORDS = ("data=synthetic", "training.sequence_length=72")
+
+
+def make(layout: Layout) -> object:
+    chunks = layout.chunks if layout.chunks > 1 else None
+    return schedule(layout.schedule, layout.sizes["pp"], layout.microbatches, chunks)
+
+
+@cache
+def legality(*words: str, batch: int = 32) -> Legality:
+    config = compose([*WORDS, *words], configs_dir()).config
+    return Legality(config, batch, make)
+
+
+INT8 = "training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"
+FSDP = Layout((("fsdp", 4),), 8, 1)
+FINE = (
+    *("training.numerics=deterministic", "training.microshards=16"),
+    "training.micro_batch_size=16",
+)
+PIPELINE = Layout((("pp", 2), ("fsdp", 2)), 2, 8, schedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("layout", "code"),
+    [
+        (FSDP, None),
+        (PIPELINE, None),
+        (replace(PIPELINE, schedule="interleaved", chunks=2), None),
+        (replace(PIPELINE, schedule="interleaved", chunks=2, microbatches=3), "T311"),
+        (replace(PIPELINE, schedule="interleaved", chunks=8), "T311"),  # of 6 layers
+        (replace(PIPELINE, schedule="interleaved"), "T507"),
+        (replace(PIPELINE, mesh=(("pp", 8),), microbatches=2**18), "T311"),
+        (replace(FSDP, mesh=(("tp", 16),)), "T402"),  # of 4 heads
+        (replace(FSDP, mesh=(("cp", 128),)), "T503"),  # of 72 tokens
+        (replace(FSDP, sequence_parallel=True), "T507"),
+        (replace(FSDP, mesh=(("cp", 4), ("tp", 4))), None),
+        (replace(FSDP, mesh=(("cp", 4), ("tp", 4)), sequence_parallel=True), "T503"),
+        (replace(FSDP, remat="some"), "T502"),
+        (replace(FSDP, remat=["full", "none"]), "T502"),  # of 6 layers
+        (replace(FSDP, micro_batch_size=2**20, microbatches=2**30), "T502"),
+    ],
+)
+def test_a_layout_is_rejected_by_the_checks_of_a_run(layout, code):
+    problem = legality().problem(layout)
+    assert (problem and problem.code) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "code"),
+    [
+        (("training.numerics=deterministic",), replace(FSDP, loss_chunk=256), "T507"),
+        (("training.numerics=deterministic",), PIPELINE, "T503"),  # 4 rows at a time
+        (FINE, PIPELINE, None),
+        (FINE, replace(PIPELINE, schedule="gpipe"), "T507"),
+        (
+            ("training.numerics=deterministic",),
+            replace(FSDP, mesh=(("fsdp", 4), ("tp", 4))),
+            "T507",  # 16 devices share 8 microshards
+        ),
+        (INT8, FSDP, "T507"),
+        (
+            INT8,
+            replace(FSDP, mesh=(("dp", 4),)),
+            None,
+        ),
+        (
+            INT8,
+            replace(FSDP, mesh=(("dp", 4),), zero_stage=2),
+            "T507",
+        ),
+    ],
+)
+def test_settings_of_the_run_reject_layouts(words, layout, code):
+    problem = legality(*words).problem(layout)
+    assert (problem and problem.code) == code
+
+
+def test_a_mesh_has_to_share_the_batch():
+    problem = legality(batch=10).of_mesh((("fsdp", 4),))
+    assert problem is not None
+    assert problem.code == "T503"
+    assert "training.global_batch_size=8 or 12" in problem.fix
+
+
+def test_layouts_that_a_check_cannot_tell_apart_share_its_result(monkeypatch):
+    asked = []
+
+    def model_problems(config, mesh):
+        asked.append(mesh.shape)
+        return []
+
+    monkeypatch.setattr(legality_module, "model_problems", model_problems)
+    fresh = Legality(legality().config, 32, make)
+    for remat in ("none", "dots", "full"):
+        for micro in (1, 2, 4):
+            layout = replace(FSDP, remat=remat, micro_batch_size=micro)
+            assert fresh.problem(layout) is None
+    assert asked == [{"fsdp": 4}]

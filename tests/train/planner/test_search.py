@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layouts the planner advises, and why it rejects others."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tessera.foundations.config_files import configs_dir
+from tessera.targets.machine import machine
+from tessera.targets.target import Target
+from tessera.train.config.command_line import compose
+from tessera.train.config.layout_checks import layout_problems
+from tessera.train.planner.search import search
+from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.step_time import StepModel
+
+WORDS = ("data=synthetic", "training.sequence_length=64")
+
+
+@cache
+def config():
+    return compose(WORDS, configs_dir()).config
+
+
+@cache
+def model() -> StepModel:
+    return StepModel.of(config(), Target.parse("cpu:8"))
+
+
+def found(batch: int = 16, *, memory: float | None = None):
+    """A search on eight CPU devices, with as much memory each."""
+    axes = tuple(axis for axis in AXES if axis != "ep")
+    stepper = model()
+    if memory is not None:
+        kind = replace(machine("cpu"), memory_bytes=int(memory))
+        target = replace(stepper.target, machine=kind)
+        stepper = StepModel(config(), stepper.work, target)
+    return search(Space(config(), frozenset(), axes, batch), stepper)
+
+
+@cache
+def roomy():
+    return found()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_and_searched_once() -> None:
+    roomy()
+
+
+def test_the_fastest_layout_is_first():
+    seconds = [each.prediction.seconds for each in roomy().best]
+    assert seconds == sorted(seconds)
+    assert len(seconds) > 20
+
+
+def test_every_layout_passes_the_checks_of_a_run():
+    for each in roomy().best:
+        assert layout_problems(each.layout.applied(config())) == []
+        assert each.layout.num_devices == 8
+        assert each.layout.global_batch_size == 16
+
+
+@pytest.mark.full
+def test_what_is_not_legal_is_counted_by_its_error():
+    rejected = found(batch=6).rejected
+    codes = {code for code, _ in rejected}
+    assert {"T402", "T503"} <= codes
+    assert all(count > 0 for count in rejected.values())
+
+
+@pytest.mark.full
+def test_layouts_fit_the_memory_of_a_device():
+    most = max(each.prediction.memory_bytes for each in roomy().best)
+    least = min(each.prediction.memory_bytes for each in roomy().best)
+    room = (most + least) / 2
+    tight = found(memory=room)
+    assert tight.too_large > 0
+    assert all(each.prediction.memory_bytes <= room for each in tight.best)
+    assert tight.larger is not None
+    assert room < tight.larger.prediction.memory_bytes <= 2 * room
+
+
+def test_without_room_the_smallest_layout_is_known():
+    nothing = found(memory=1000)
+    assert nothing.best == []
+    assert nothing.smallest is not None
+    assert nothing.smallest.prediction.memory_bytes > 1000
+
+
+def test_the_front_has_less_memory_or_less_time():
+    front = roomy().front
+    memory = [each.prediction.memory_bytes for each in front]
+    seconds = [each.prediction.seconds for each in front]
+    assert memory == sorted(memory)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(roomy().best[0].prediction.seconds)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports in headless Chromium: ``make test-report`` sets it up.
+
+A report of 100,000 steps has to open within 3 s on a machine that is not busy. A timed
+test would fail on one that is: the time is printed (``pytest -s``), and not checked.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.train.report.page import write_report
+from tests.train.report.browser_page import CONTRASTS, OVERFLOWS, POINTS, chromium
+from tests.train.report.run_folders import SETTINGS, make_hostile_run, make_run, metrics
+
+playwright = pytest.importorskip("playwright.sync_api", reason="make test-report")
+WIDTHS = (360, 800, 1400)
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        try:
+            opened = chromium(started)
+        except playwright.Error as error:
+            pytest.skip(f"there is no Chromium: {error}")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    other = SETTINGS.replace("0.003", "0.001")
+    runs = {
+        "one": [make_run(folder / "runs" / "one")],
+        "long": [make_run(folder / "runs" / "long", lines=metrics(100_000))],
+        "hostile": [make_hostile_run(folder / "runs")],
+    }
+    runs["two"] = [*runs["one"], make_run(folder / "runs" / "two", settings=other)]
+    for name, folders in runs.items():
+        write_report(folders, folder / f"{name}.html")
+    write_report(runs["one"], folder / "watched.html", every=2)
+    return {file.stem: file for file in folder.glob("*.html")}
+
+
+class Opened:
+    """A page, and everything that it complained of, asked for or popped up."""
+
+    def __init__(self, browser: Any, file: Path, **options: Any) -> None:
+        self.page = browser.new_page(**options)
+        self.seen: list[str] = []
+        self.page.on("console", lambda message: self.seen.append(message.text))
+        self.page.on("pageerror", lambda error: self.seen.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.seen.append(dialog.message))
+        self.page.on("request", self._note)
+        begin = time.perf_counter()
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector("html[data-drawn]")
+        self.seconds = time.perf_counter() - begin
+
+    def _note(self, request: Any) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            self.seen.append(request.url)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["one", "two", "hostile"])
+def test_a_report_fits_can_be_read_and_complains_of_nothing(
+    browser, reports, name, width, scheme
+):
+    window = {"width": width, "height": 900}
+    with Opened(browser, reports[name], viewport=window, color_scheme=scheme) as opened:
+        assert opened.page.evaluate(OVERFLOWS) == []
+        assert opened.page.evaluate(CONTRASTS) == []
+        drawn = opened.page.evaluate(POINTS)
+        assert drawn
+        assert [chart for chart in drawn if not (chart[1] and chart[2])] == []
+        assert opened.seen == []
+
+
+def test_a_hostile_name_is_shown_as_it_is(browser, reports):
+    with Opened(browser, reports["hostile"]) as opened:
+        assert '<script>alert("1")</script>&<img' in opened.page.inner_text("h1")
+        legends = opened.page.locator(".chart text").all_text_contents()
+        assert any("<img src=x" in text for text in legends)
+        assert opened.seen == []
+
+
+def test_a_hundred_thousand_steps_open(browser, reports, capsys):
+    with Opened(browser, reports["long"]) as opened:
+        with capsys.disabled():
+            print(f" opened in {opened.seconds:.2f} s")  # noqa: T201
+        assert all(points for _, points, _ in opened.page.evaluate(POINTS))
+        assert opened.seen == []
+
+
+def test_a_chart_is_reached_and_zoomed_by_keys(browser, reports):
+    limits = "() => document.querySelector('.chart')._fullLayout.xaxis.range"
+    with Opened(browser, reports["one"]) as opened:
+        page = opened.page
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        page.focus(".chart")
+        before = page.evaluate(limits)
+        page.keyboard.press("+")
+        page.wait_for_function(f"({limits})()[0] > {before[0]}")
+        page.keyboard.press("0")
+        page.wait_for_function(f"({limits})()[0] === {before[0]}")
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert page.evaluate(outline) == "solid"
+
+
+def test_a_zoom_outlives_a_reload(browser, reports):
+    limits = "() => document.querySelector('.chart')._fullLayout.xaxis.range"
+    with Opened(browser, reports["watched"]) as opened:
+        page = opened.page
+        page.uncheck("#follow")
+        page.focus(".chart")
+        page.keyboard.press("+")
+        page.wait_for_function(
+            "() => Object.keys(sessionStorage).some(k => k[0] === 'z')"
+        )
+        zoomed = page.evaluate(limits)
+        page.reload()
+        page.wait_for_selector("html[data-drawn]")
+        assert page.evaluate(limits) == zoomed
+        assert not page.is_checked("#follow")
+
+
+def test_a_printed_report_shows_its_tables(browser, reports):
+    with Opened(browser, reports["one"]) as opened:
+        opened.page.emulate_media(media="print")
+        opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert opened.page.locator("details:not([open])").count() == 0
+        assert not opened.page.is_visible("nav")
+        assert opened.page.evaluate(OVERFLOWS) == []

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML file: complete, of one piece, and without anything of a run that runs."""
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tessera.errors import OutputPathError
+from tessera.train.report import page
+from tessera.train.report.page import report_page, write_report
+from tessera.train.report.run_files import RunFiles, read_run
+from tests.train.report.run_folders import PROGRAM, make_hostile_run, make_run
+
+TITLES = [title for title, _ in page._SECTIONS]
+
+
+class Elements(HTMLParser):
+    """The elements of a page, with their attributes, and the texts of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_plotly(tmp_path_factory):
+    """In place of five megabytes that HTMLParser would read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plotly.offline.get_plotlyjs", lambda: "/* Plotly */")
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> str:
+    return report_page([read_run(make_run(tmp_path_factory.mktemp("runs") / "a"))])
+
+
+def section(text: str, title: str) -> str:
+    return re.split(r"</section>", text.split(f">{title}</h2>")[1])[0]
+
+
+def test_the_headings_are_in_order(whole):
+    levels = [
+        int(level)
+        for level in re.findall(r"<h(\d)>|<h(\d) ", whole)
+        for level in level
+        if level
+    ]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in pairwise(levels))
+    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', whole) == TITLES
+
+
+def test_a_page_has_its_language_and_landmarks_and_links_to_its_sections(whole):
+    elements = Elements(whole)
+    assert elements.of("html") == [{"lang": "en"}]
+    assert [len(elements.of(tag)) for tag in ("header", "nav", "main", "footer")] == [
+        *(1, 1, 1, 1),
+    ]
+    links = {a["href"] for a in elements.of("a")}
+    assert links == {"#main", *(f"#{s['id']}" for s in elements.of("section"))}
+
+
+def test_nothing_is_loaded_from_elsewhere(whole):
+    elements = Elements(whole)
+    assert not [a for _, a in elements.found if a.get("src")]
+    assert elements.of("link") == [{"rel": "icon", "href": "data:,"}]
+    assert "default-src 'none'" in str(elements.of("meta"))
+
+
+def test_every_chart_has_a_sentence_and_a_table(whole):
+    figures = re.findall(r"<figure>.*?</figure>", whole, re.DOTALL)
+    assert len(figures) >= 12
+    for figure in figures:
+        assert re.search(r"<figcaption><p>[^<]{20,}", figure)
+        assert re.search(r"<details>.*<td>[^<]", figure, re.DOTALL)
+
+
+def test_no_section_of_a_whole_run_fails(whole):
+    assert "cannot be shown" not in whole
+
+
+@pytest.mark.parametrize(
+    ("title", "sentence"),
+    [
+        ("Summary", "Finished: 200 of 200 steps. Loss 1.928 at step 200."),
+        ("Memory", "the step needs 4 GiB on each device, at most 5 GiB was measured"),
+        ("Mesh and communication", "A device sends 6 MiB in a step"),
+        ("Pipeline", "<td>F0 B0</td>"),
+        ("Timeline of one step", "a step of 2.50 ms in 2 events"),
+        ("Goodput", "went into steps that counted"),
+        ("Starts, stops and warnings", "1 × damaged checkpoint"),
+        ("Starts, stops and warnings", "begins after step 80 on 4 × cpu"),
+        ("Starts, stops and warnings", "rank 1 is slow, and all others wait for it"),
+        ("Samples", "<b>def f(</b>x):\n    return x"),
+        ("Configuration", "<td>deterministic</td>"),
+        ("Environment", "<td>node1</td>"),
+    ],
+)
+def test_a_section_says_what_its_files_hold(whole, title, sentence):
+    assert sentence in section(whole, title)
+
+
+def test_the_devices_of_a_mesh_stand_where_the_mesh_has_them(whole):
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", section(whole, TITLES[4]))
+    assert cells[:9] == [
+        *("", "fsdp 0", "fsdp 1", "pp 0", "0", "1", "pp 1", "3", "2"),
+    ]
+
+
+def test_a_section_without_data_says_so_and_has_no_chart():
+    text = report_page([RunFiles("empty", {"loss": {1: 2.0}})])
+    for title in TITLES[3:]:
+        body = section(text, title)
+        assert re.search(r"<p>[A-Z][^<]*\.</p>", body), title
+        assert "<figure" not in body, title
+    assert "cannot be shown" not in text
+
+
+def test_differences_between_the_settings_of_runs_are_marked(tmp_path):
+    settings = "name: tiny\na: 1\nb: {c: 2}\n"
+    one = make_run(tmp_path / "one", settings=settings)
+    two = make_run(tmp_path / "two", settings=settings.replace("c: 2", "c: '2'"))
+    body = section(report_page([read_run(one), read_run(two)]), "Configuration")
+    assert "The runs differ in 1 settings." in body
+    marked = re.findall(r'<tr class="marked">(.*?)</tr>', body)
+    cells = '<th scope="row">b.c</th><td>2</td><td>&#x27;2&#x27;</td>'
+    assert marked == [cells, cells]
+
+
+def test_the_last_loss_is_that_of_the_step_that_counted(tmp_path):
+    lines = [
+        {"step": s, "loss": x} for s, x in ((1, 9.0), (2, 8.0), (3, 7.0), (3, 6.0))
+    ]
+    text = report_page([read_run(make_run(tmp_path / "a", lines=lines))])
+    assert "Loss 6 at step 3." in section(text, "Summary")
+
+
+def test_a_loss_that_is_not_finite_is_said(tmp_path):
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "NaN"}]
+    text = report_page([read_run(make_run(tmp_path / "a", lines=lines))])
+    assert "The loss is not finite at 1 step." in section(text, "Summary")
+    assert "not finite at 1 step: 2" in section(text, "Loss and gradients")
+
+
+def test_memory_of_a_small_model_is_in_a_unit_that_shows_it(tmp_path):
+    sizes = {"arguments": 2 << 20, "outputs": 0, "temporaries": 1 << 20, "aliased": 0}
+    program = PROGRAM | {"memory": {**sizes, "code": 0, "peak": 3 << 20}}
+    text = report_page([read_run(make_run(tmp_path / "a", program=program))])
+    assert "the step needs 3 MiB on each device" in section(text, "Memory")
+    assert '"title":{"text":"MiB"}' in section(text, "Memory").replace(": ", ":")
+
+
+def test_memory_that_nothing_is_known_of_is_said(tmp_path):
+    program = {**PROGRAM, "memory": None}
+    text = report_page([read_run(make_run(tmp_path / "a", program=program))])
+    assert "cannot be shown" not in section(text, "Memory")
+
+
+# What a run's files hold that is HTML stays text, wherever the page shows it.
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> str:
+    return report_page([read_run(make_hostile_run(tmp_path_factory.mktemp("runs")))])
+
+
+def test_a_hostile_run_adds_no_element(hostile, whole):
+    tags = {tag for tag, _ in Elements(whole).found}
+    assert {tag for tag, _ in Elements(hostile).found} <= tags
+    scripts = Elements(hostile).of("script")
+    assert all(
+        "nonce" in one or one.get("type") == "application/json" for one in scripts
+    )
+    assert sum("nonce" in one for one in scripts) == 2
+    assert not [a for _, a in Elements(hostile).found if "onerror" in a]
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_a_section_shows_hostile_text_as_text(hostile, title):
+    body = section(hostile, title)
+    assert "cannot be shown" not in body
+    assert "&lt;script&gt;alert(" in body
+    assert "<script>alert" not in body
+
+
+def test_the_figures_of_a_hostile_run_hold_no_html(hostile):
+    figures = re.findall(r'json" class="figure">(.*?)</script>', hostile, re.DOTALL)
+    assert len(figures) >= 5
+    assert not [figure for figure in figures if "<" in figure or "\\u003c" in figure]
+
+
+def test_control_characters_and_surrogates_become_visible():
+    text = report_page([RunFiles("a\x1b[2J\ud800\u202e", {"loss": {1: 2.0}})])
+    assert "a\\x1b[2J\\ud800\\u202e" in text
+    text.encode("utf-8")
+
+
+# Values of types that the trainer does not write
+
+
+@pytest.mark.parametrize(
+    "program", [{"memory": 3}, {"collectives": [1]}, {"pipeline": [1]}, {"mesh": "x"}]
+)
+def test_one_section_that_cannot_be_made_leaves_the_others(tmp_path, program):
+    run = read_run(make_run(tmp_path / "a", program=program))
+    text = report_page([run])
+    assert text.count("cannot be shown") == 1
+    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', text) == TITLES
+
+
+# Writing
+
+
+def test_the_same_run_twice_counts_once(tmp_path):
+    run = make_run(tmp_path / "a")
+    write_report([run, run / "." / "..", run][::2], tmp_path / "r.html")
+    assert f"<h1>Report of {run}</h1>" in (tmp_path / "r.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+    run = make_run(tmp_path / "a")
+    (tmp_path / "r.html").mkdir()
+    with pytest.raises(OutputPathError, match=r"T504.*report cannot be written"):
+        write_report([run], tmp_path / "r.html")
+    assert not [*tmp_path.glob("*.partial")]
+
+
+def test_a_page_that_is_watched_can_be_told_not_to_reload(tmp_path):
+    run = read_run(make_run(tmp_path / "a"))
+    assert '<input type="checkbox" id="follow"' in report_page([run], every=5)
+    assert 'id="follow"' not in report_page([run])
+
+
+def test_the_style_and_the_script_are_beside_the_module():
+    here = Path(page.__file__)
+    assert here.with_suffix(".css").is_file()
+    assert here.with_suffix(".js").is_file()
+
+
+def test_runs_are_called_by_what_tells_their_folders_apart(tmp_path):
+    runs = [make_run(tmp_path / "x" / name / "1") for name in ("a", "b")]
+    write_report(runs, tmp_path / "r.html")
+    assert "<h1>Report of a/1, b/1</h1>" in (tmp_path / "r.html").read_text()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher's command line, with made-up environments."""
+
+import sys
+
+import pytest
+
+from tessera.errors import ProcessLayoutError
+from tessera.train.runtime.cluster import detect
+from tessera.train.runtime.launch_options import make_plan
+from tessera.train.runtime.launcher import rank_variables
+from tessera.train.runtime.python_process import module_command
+from tests.train.runtime.test_cluster import KUBERNETES, OPEN_MPI, SLURM, TORCHRUN
+
+CPU = {"JAX_PLATFORMS": "cpu"}
+
+
+def test_the_program_and_its_arguments_are_passed_on_as_they_are():
+    plan = make_plan(["--nprocs=4", "run_training.py", "model=tiny", "--help"], CPU)
+    assert plan.command == (sys.executable, "run_training.py", "model=tiny", "--help")
+    assert (plan.num_ranks, plan.max_restarts, plan.grace) == (4, 0, 30.0)
+
+
+def test_the_command_tessera_is_started_as_a_module():
+    plan = make_plan(["--nprocs=2", "tessera", "train", "model=tiny"], CPU)
+    expected = module_command("tessera.__main__", "train", "model=tiny")
+    assert plan.command == expected
+
+
+def test_a_subcommand_is_started_as_one_unless_there_is_a_program_of_its_name(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--nprocs=2", "train", "model=tiny"]
+    expected = module_command("tessera.__main__", "train", "model=tiny")
+    assert make_plan(arguments, CPU).command == expected
+    (tmp_path / "train").mkdir()  # data, perhaps
+    assert make_plan(arguments, CPU).command == expected
+    (tmp_path / "train" / "__main__.py").touch()
+    assert make_plan(arguments, CPU).command == (sys.executable, "train", "model=tiny")
+
+
+def test_without_a_number_there_is_a_process_for_each_accelerator():
+    plan = make_plan(["run_training.py", "--nprocs"], CPU)
+    assert plan.num_ranks == 1
+    assert plan.command[1:] == ("run_training.py", "--nprocs")
+
+
+MACHINE = {
+    "MASTER_ADDR": "192.168.1.10",
+    "MASTER_PORT": "29500",
+    "RANK": "4",
+    "WORLD_SIZE": "8",
+}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_machine_starts_its_ranks_of_a_run_on_several(rank):
+    plan = make_plan(["--nprocs=4", "run.py"], CPU | MACHINE | {"RANK": str(rank)})
+    variables = [
+        rank_variables(plan, local_rank, plan.master) for local_rank in range(4)
+    ]
+    assert [int(each["RANK"]) for each in variables] == list(range(rank, rank + 4))
+    assert [each["LOCAL_RANK"] for each in variables] == ["0", "1", "2", "3"]
+    for each in variables:
+        found = detect(each)
+        assert (found.world_size, found.local_size) == (8, 4)
+        # MASTER_PORT is left to the program, as under torchrun.
+        assert found.coordinator == ("192.168.1.10", 29501)
+
+
+def test_a_machine_that_starts_all_ranks_is_a_run_of_its_own():
+    machine = MACHINE | {"RANK": "0", "WORLD_SIZE": "4"}
+    plan = make_plan(["--nprocs=4", "--max-restarts=2", "run.py"], CPU | machine)
+    assert (plan.num_ranks, plan.first_rank, plan.world_size) == (4, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "got", "fix"),
+    [
+        ([], {"RANK": "6"}, "ranks 6 to 9 of 8, by RANK=6", "4 on the next"),
+        ([], {"RANK": ""}, "WORLD_SIZE=8, MASTER_ADDR=192", "export all three"),
+        ([], {"WORLD_SIZE": ""}, "RANK=4, MASTER_ADDR=192", "export all three"),
+        ([], {"MASTER_ADDR": ""}, "RANK=4, WORLD_SIZE=8, without M", "unset RANK"),
+        (["--max-restarts=1"], {}, "--max-restarts=1, and ranks 4 to 7", "leave out"),
+    ],
+)
+def test_variables_that_make_no_run_on_several_machines_are_refused(
+    options, changed, got, fix
+):
+    with pytest.raises(ProcessLayoutError) as error:
+        make_plan(["--nprocs=4", *options, "run.py"], CPU | MACHINE | changed)
+    assert error.value.got.startswith(got)
+    assert fix in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("environment", "got"),
+    [
+        (TORCHRUN, "rank 3 of 4, by torchrun's RANK and WORLD_SIZE"),
+        (SLURM, "rank 6 of 8, by step 77.0 of Slurm"),
+        (SLURM | MACHINE, "rank 4 of 8, by torchrun's RANK and WORLD_SIZE"),
+        (OPEN_MPI, "rank 1 of 2, by Open MPI's OMPI_COMM_WORLD_RANK"),
+        (OPEN_MPI | MACHINE, "rank 4 of 8, by torchrun's RANK and WORLD_SIZE"),
+        (KUBERNETES, "rank 2 of 4, by Kubernetes' JOB_COMPLETION_INDEX"),
+    ],
+)
+def test_a_launcher_inside_another_is_refused(environment, got):
+    """Each would start a run of its own, which computes something else."""
+    with pytest.raises(ProcessLayoutError) as error:
+        make_plan(["--nprocs=4", "run_training.py"], CPU | environment)
+    assert error.value.what.startswith("this process is one of several already")
+    assert error.value.got.startswith(got)
+
+
+def test_a_job_of_one_process_may_start_the_launcher():
+    alone = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    plan = make_plan(["--nprocs=4", "run.py"], CPU | SLURM | alone)
+    assert plan.num_ranks == 4
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--nprocs=0", "--nprocs=x", "--nprocs=10000", "--max-restarts=-1"),
+        *("--grace=-1", "--grace=nan", "--grace=inf", "--nnodes=2", "--nproc=2"),
+    ],
+)
+def test_an_option_that_is_wrong_ends_the_launcher_with_code_2(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        make_plan([option, "run.py"], CPU)
+    assert end.value.code == 2
+    assert "error: " in capsys.readouterr().err
