@@ -21,6 +21,7 @@ from tessera.errors import (
     UnknownAxisError,
 )
 from tessera.mesh import Mesh
+from tessera.tracing import scope
 
 DP = Mesh(["dp"], devices=range(8))
 FSDP = Mesh(["fsdp"], devices=range(8))
@@ -153,7 +154,7 @@ def test_gradients_are_split_from_the_second_stage_on(stage, expected):
     @ts.distribute("zero_redundancy_optimizer", stage=stage)
     def step(weights, batch):
         gradients = ts.grad(loss_of(weights, batch), weights)
-        seen.append(ts.scope.layout_of(gradients["up"])[1])
+        seen.append(scope.layout_of(gradients["up"])[1])
         return gradients
 
     with DP:

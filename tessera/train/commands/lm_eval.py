@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets lm-evaluation-harness evaluate a run, or a folder of Hugging Face.
 
-python -m tessera.train.commands.lm_eval run --model tessera --model_args pretrained=outputs/mine \
-    --tasks arc_easy
+python -m tessera.train.commands.lm_eval run --model tessera \
+    --model_args pretrained=outputs/mine --tasks arc_easy
 
 It is the harness's command ``lm_eval`` with one more model. In Python, call
 ``register()`` before ``lm_eval.simple_evaluate(model="tessera", ...)``.
