@@ -10,7 +10,7 @@ from tessera.jax_compat.lines import PACKAGE, is_library_code
 
 JAX = Frame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
 FLAX = Frame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
-MACHINERY = Frame(str(PACKAGE / "compiler" / "rewriting.py"), 7)
+MACHINERY = Frame(str(PACKAGE / "graph" / "rewriting.py"), 7)
 MODEL = Frame(str(PACKAGE / "models" / "gemma3.py"), 6)
 USER = Frame("/home/me/train.py", 5, "step")
 
@@ -52,8 +52,8 @@ def test_a_users_file_is_no_machinery_wherever_it_lies(path):
         jax.__file__,
         flax.__file__,
         contextlib.__file__,
-        f"{PACKAGE}/compiler/trace/tracer.py",
-        f"{PACKAGE}/_jax.py",
+        f"{PACKAGE}/graph/tracer/tracer.py",
+        f"{PACKAGE}/jax_compat/jaxprs.py",
     ],
 )
 def test_libraries_and_python_itself_are_machinery(path):

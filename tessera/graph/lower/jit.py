@@ -106,7 +106,9 @@ def jitted(
         for index, argument in enumerate(call.arguments)
         if argument.name in trace.donated
     ]
-    has_layouts = graph.mesh is not None and not constrains
+    # A mutable array of one device has no mesh in its layout, and keeps it.
+    is_alone = graph.has_references and graph.mesh is not None and graph.mesh.size == 1
+    has_layouts = graph.mesh is not None and not (constrains or is_alone)
     return jax.jit(
         step,
         in_shardings=_parts(call, graph, shardings) if has_layouts else None,

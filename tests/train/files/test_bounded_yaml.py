@@ -80,9 +80,9 @@ def test_no_other_module_parses_yaml_of_others():
         and ast.unparse(node) in ("yaml.load", "yaml.safe_load", "OmegaConf.load")
     }
     assert found == {
-        "bounded_yaml.py",
-        "models/registry.py",  # a file of this package
-        "training/command_line.py",  # what this run composed, here and below
-        "training/console.py",
-        "training/trackers/tracking.py",
+        "train/files/bounded_yaml.py",
+        "train/models/registry.py",  # a file of this package
+        "train/config/command_line.py",  # what this run composed, here and below
+        "train/loop/console.py",
+        "train/trackers/tracking.py",
     }

@@ -41,7 +41,7 @@ class Recorded(RunRecords):
 def ranks(monkeypatch):
     """Takes steps of three ranks, whose devices and clocks are the test's."""
     board, devices = Board(), {0: 0.001, 1: 0.001, 2: 0.001}
-    monkeypatch.setattr(rank_times._jax_processes, "board", lambda: board)
+    monkeypatch.setattr(rank_times.processes, "board", lambda: board)
     monkeypatch.setattr(rank_times, "device_seconds", devices.__getitem__)
     monkeypatch.setattr(rank_times, "_EVERY_S", 0.0)
     recorded = Recorded()
