@@ -21,7 +21,7 @@ LAYER = {
     "debug": 904,
     "errors": 345,
     "foundations": 476,
-    "graph": 12_544,
+    "graph": 12_545,
     "jax_compat": 820,
     "ops": 4_512,
     "targets": 547,
