@@ -18,7 +18,7 @@ os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
 project = "Tessera"
 author = "The Tessera authors"
 copyright = "The Tessera authors"  # noqa: A001 - the name that Sphinx reads
-release = importlib.metadata.version("tessera")
+release = importlib.metadata.version("tessera-spmd")
 
 extensions = [
     "myst_nb",
