@@ -270,7 +270,7 @@ class Function:
     ) -> FloatingPointError:
         """The error of the operation that first makes a NaN or infinity."""
         try:
-            self._on_call(self._run_one_by_one, args, kwargs)
+            self._run_one_by_one(self._flatten(args, kwargs))
         except FloatingPointError as precise:
             return precise
         except RuntimeError:

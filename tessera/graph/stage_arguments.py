@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each stage of a program says of its arguments and result."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -10,21 +11,20 @@ from tessera.graph.tracer.tracer import Trace
 from tessera.jax_compat import jaxprs
 
 
-class OfArguments:
+class OfArguments(ABC):
     """The attributes that ``Traced``, ``Lowered`` and ``Compiled`` share.
 
     They are those of ``jax.stages``; a static value stands for itself.
     """
 
+    @abstractmethod
     def traced_as(self) -> tuple[Call, Trace]:
         """The call that was traced, and what it became."""
-        raise NotImplementedError
 
     @property
     def fun_name(self) -> str:
         """The name of the function."""
-        _, origin = self.traced_as()
-        return origin.graph.name
+        return self.traced_as()[1].graph.name
 
     @property
     def in_avals(self) -> Any:

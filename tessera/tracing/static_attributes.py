@@ -114,14 +114,14 @@ def _lacks_hash(value: Any) -> bool:
 def _key_of(value: Any) -> Hashable:
     """A hashable value that is equal for equal content of equal types."""
     kind = type(value)
-    if kind is float:
+    if kind is float or kind is complex:
         return kind, repr(value)  # 0.0 differs from -0.0, and nan equals nan
     if kind is list or kind is tuple:
         return kind, tuple(map(_key_of, value))
     if kind is dict:
         return kind, tuple((_key_of(key), _key_of(item)) for key, item in value.items())
     if kind is set:
-        return kind, frozenset(value)
+        return kind, frozenset(map(_key_of, value))
     if _is_plain_dataclass(value):
         return kind, tuple(map(_key_of, _fields(value).values()))
     return kind, _ByEquality(value) if _lacks_hash(value) else value

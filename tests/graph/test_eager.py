@@ -328,6 +328,12 @@ def test_a_nan_is_found_in_the_operation_that_makes_it(wrap):
     assert "return jnp.log(x)  # here" in lines
 
 
+def test_a_nan_is_found_beside_static_arguments():
+    scaled = ts.function(lambda x, scale: jnp.log(x) * scale[0], static_argnums=1)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in log"):
+        scaled(X, (2.0, 3.0))
+
+
 def test_a_nan_of_a_gradient_is_found(capsys):
     @ts.function
     def body(x):

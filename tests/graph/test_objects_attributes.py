@@ -81,6 +81,13 @@ def test_numbers_of_another_type_are_another_content():
         assert list(map(repr, found)) == list(map(repr, numbers))
 
 
+def test_so_they_are_in_a_set():
+    numbers = (1, 1.0, True)
+    step = ts.jit(lambda model: max(model.config))
+    found = [step(Holder({number})).item() for number in numbers]
+    assert list(map(repr, found)) == list(map(repr, numbers))
+
+
 def test_a_change_of_an_attribute_reaches_the_caller_alone():
     @ts.jit
     def grow(model):
