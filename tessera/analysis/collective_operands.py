@@ -9,6 +9,7 @@ from tessera.analysis.collective import KINDS
 from tessera.analysis.hlo import Computation, Instruction, Shape
 from tessera.analysis.replica_groups import Groups, parse_pairs
 
+_GROUPED: Final = frozenset(("replica_groups", "source_target_pairs"))
 _PERMUTE: Final = "collective-permute"
 # XLA may split a permute into send and recv: the pairs are an attribute of the send.
 _SEND_PAIRS: Final = re.compile(
@@ -24,6 +25,15 @@ def kind_of(instruction: Instruction) -> str:
     return kind if kind in KINDS else ""
 
 
+def unknown_kind(instruction: Instruction) -> str:
+    """What a collective is called whose kind is not among ``KINDS``; ``""`` of others.
+
+    A newer XLA may have other kinds; all have groups, or pairs, of devices.
+    """
+    is_one = not _GROUPED.isdisjoint(instruction.attributes)
+    return f"unknown: {instruction.opcode.removesuffix('-start')}" if is_one else ""
+
+
 def groups_of(instruction: Instruction, num_devices: int) -> Groups:
     """The groups of a collective; of a permutation its pairs.
 
@@ -33,10 +43,13 @@ def groups_of(instruction: Instruction, num_devices: int) -> Groups:
 
     Returns:
       Positions in the program's list of devices.
+
+    Raises:
+      ValueError: They are in a syntax that is unknown.
     """
-    if kind_of(instruction) == _PERMUTE:
+    if "source_target_pairs" in instruction.attributes or instruction.opcode == "send":
         return pairs_of(instruction)
-    text = instruction.attributes.get("replica_groups", "{}")
+    text = instruction.attributes.get("replica_groups", "")
     return replica_groups.parse(text, num_devices)
 
 
@@ -46,9 +59,7 @@ def pairs_of(instruction: Instruction) -> tuple[tuple[int, int], ...]:
         attributes = instruction.attributes.get("frontend_attributes", "")
         pairs = _SEND_PAIRS.search(attributes)
         return parse_pairs(pairs[1]) if pairs else ()
-    if instruction.opcode.removesuffix("-start") == _PERMUTE:
-        return parse_pairs(instruction.attributes["source_target_pairs"])
-    return ()
+    return parse_pairs(instruction.attributes.get("source_target_pairs", ""))
 
 
 def arrays_of(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from tessera.analysis import replica_groups
+from tessera.analysis.collective_operands import groups_of
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo import Instruction
 from tessera.analysis.hlo_walk import Node
@@ -105,9 +106,10 @@ class DeviceVariance:
 
     def _whole_axes(self, instruction: Instruction) -> Axes:
         """The axes that a collective spans completely."""
-        size = math.prod(self._shape.values())
-        text = instruction.attributes.get("replica_groups", "{}")
-        groups = replica_groups.parse(text, size)
+        try:
+            groups = groups_of(instruction, math.prod(self._shape.values()))
+        except ValueError:  # a newer XLA writes them in another syntax
+            return NONE
         axes = replica_groups.axes_of(groups, self._shape)
         devices = replica_groups.num_devices(axes, self._shape)
         return frozenset(axes) if len(groups[0]) == devices else NONE

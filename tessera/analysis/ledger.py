@@ -32,6 +32,7 @@ from tessera.analysis.collective_operands import (
     groups_of,
     keeps_slice,
     kind_of,
+    unknown_kind,
 )
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node, cause
@@ -286,12 +287,12 @@ class _Reader:
 
     def row(self, node: Node) -> Collective | None:
         """The row of a collective, without its reason; None of anything else."""
-        instruction, mesh = node.instruction, self._mesh
-        kind = kind_of(instruction)
+        instruction = node.instruction
+        known = kind_of(instruction)
+        kind = known or unknown_kind(instruction)
         if not kind or self._fusions.repeats(node):
             return None
-        groups = groups_of(instruction, mesh.size)
-        axes = replica_groups.axes_of(groups, mesh.shape)
+        axes, size = self._axes(instruction)
         if not axes:
             return None
         origin = cause(self._module, node)
@@ -303,9 +304,7 @@ class _Reader:
         return Collective(
             kind=kind,
             axes=axes,
-            group_size=replica_groups.num_devices(axes, mesh.shape)
-            if kind == "collective-permute"
-            else len(groups[0]),
+            group_size=size,
             arrays=arrays,
             calls=self._counts.calls(node),
             conditional=node.is_conditional,
@@ -316,10 +315,22 @@ class _Reader:
             is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),
-            sent={}
-            if axes == replica_groups.UNKNOWN
-            else self._sent(kind, arrays, instruction),
+            sent=self._sent(kind, arrays, instruction)
+            if known and axes != replica_groups.UNKNOWN
+            else {},
         )
+
+    def _axes(self, instruction: hlo.Instruction) -> tuple[tuple[str, ...], int]:
+        """The axes of a collective, and how many devices communicate along them."""
+        shape = self._mesh.shape
+        try:
+            groups = groups_of(instruction, self._mesh.size)
+        except ValueError:  # a newer XLA writes them in another syntax
+            return replica_groups.UNKNOWN, self._mesh.size
+        axes = replica_groups.axes_of(groups, shape)
+        if "replica_groups" in instruction.attributes:
+            return axes, len(groups[0])
+        return axes, replica_groups.num_devices(axes, shape)
 
     def _sent(
         self, kind: str, arrays: Iterable[hlo.Shape], instruction: hlo.Instruction

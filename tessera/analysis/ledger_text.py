@@ -82,6 +82,9 @@ def notes(collectives: Sequence[Collective], target: Target | None) -> list[str]
         "sliced: each device keeps its part of the sum, as of a reduce-scatter": any(
             row.keeps_slice for row in collectives
         ),
+        "unknown: a kind that Tessera does not know, counted by its operands": any(
+            row.kind.startswith("unknown") for row in collectives
+        ),
         "async: the program computes while it is under way, where it can": any(
             row.is_async for row in collectives
         ),

@@ -312,6 +312,37 @@ ENTRY e {
     assert "all-reduce  ?     f32[4]" in ledger.as_text()
 
 
+def test_a_kind_that_is_not_known_is_listed_as_unknown(mesh):
+    ledger = read(
+        mesh,
+        "  x = f32[4] parameter(0)",
+        "  y = f32[4] all-shuffle-start(x), replica_groups=[2,4]<=[8]",
+        "  ROOT r = f32[4] all-shuffle-done(y)",
+    )
+    assert essence(ledger) == [("unknown: all-shuffle", ("tp",), 16, 1, False)]
+    assert "unknown: a kind that Tessera does not know" in ledger.as_text()
+
+
+@pytest.mark.parametrize("groups", ["replica_groups=<0,1>", "devices={{0,1}}"])
+def test_groups_in_an_unknown_syntax_are_on_unknown_axes(mesh, groups):
+    ledger = read(
+        mesh,
+        "  x = f32[4] parameter(0)",
+        f"  ROOT r = f32[4] all-reduce(x), {groups}",
+    )
+    assert essence(ledger) == [("all-reduce", ("?",), 16, 1, False)]
+
+
+def test_an_operation_that_is_not_known_is_passed_over(mesh):
+    ledger = read(
+        mesh,
+        "  x = f32[4] parameter(0)",
+        "  y = f32[4] shimmer(x), hue={1,2}",
+        "  ROOT r = f32[4] all-reduce(y), replica_groups=[2,4]<=[8]",
+    )
+    assert essence(ledger) == [("all-reduce", ("tp",), 16, 1, False)]
+
+
 def test_a_long_name_is_shown_from_its_end(mesh):
     name = "jit(f)/" + "/".join(f"layer_{i}" for i in range(20))
     ledger = read(
