@@ -9,7 +9,6 @@ every matmul with its sizes and every scan with its length.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from tessera.foundations.primitive_properties import (
     REDUCTIONS,
     SORTS,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 # Primitives that count one operation per element of their first operand.
 _READS = REDUCTIONS | CUMULATIVE | SORTS
@@ -117,7 +116,7 @@ def _count_dtypes(
             flops = times * _CONTRACTIONS[name](equation)
             counts[dtype] = counts.get(dtype, 0) + flops
         for _, inner in jaxprs.nested(equation):
-            _count_dtypes(inner, times * _repetitions(name, equation.params), counts)
+            _count_dtypes(inner, times * _repetitions(equation), counts)
 
 
 def format_flops(number: float) -> str:
@@ -148,7 +147,7 @@ def is_live(equation: jaxprs.Equation) -> bool:
 
 def count_equation(equation: jaxprs.Equation) -> Flops:
     """The floating-point operations of one equation and the programs in it."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     if name in _CONTRACTIONS:
         return Flops(matmul=_CONTRACTIONS[name](equation))
     if name in DATA_MOVEMENT:
@@ -156,71 +155,68 @@ def count_equation(equation: jaxprs.Equation) -> Flops:
     if name in _READS:
         return Flops(other=_size(equation.invars[0]))
     if name.startswith("reduce_window"):
-        window = params.get("window_dimensions", ())
-        return Flops(other=_size(equation.outvars[0]) * math.prod(window))
+        window = primitives.window_size(equation)
+        return Flops(other=_size(equation.outvars[0]) * window)
     if name.startswith("scatter"):
         return Flops(other=_size(equation.invars[2]))
     if name == "while":
-        once = _count(params["cond_jaxpr"]) + _count(params["body_jaxpr"])
+        loop = primitives.while_loop(equation)
+        once = _count(loop.condition) + _count(loop.body)
         return replace(once, unknown_loops=once.unknown_loops + 1)
     if name == "cond":
-        return max(map(_count, params["branches"]), key=lambda flops: flops.total)
+        branches = map(_count, primitives.branches(equation))
+        return max(branches, key=lambda flops: flops.total)
     inner = [_count(program) for _, program in jaxprs.nested(equation)]
     if inner:
-        return _sum(inner) * _repetitions(name, params)
+        return _sum(inner) * _repetitions(equation)
     return Flops(other=sum(_size(result) for result in equation.outvars))
 
 
-def _repetitions(name: str, params: dict[str, Any]) -> int:
+def _repetitions(equation: jaxprs.Equation) -> int:
     """How often, over all devices, an equation runs the programs in it."""
-    if name == "scan":
-        return params["length"]
-    if name == "shard_map":
-        sizes = dict(params["mesh"].shape)
-        axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
-        return math.prod(sizes[axis] for axis in axes)
-    if name == "pallas_call":
-        # A grid of run-time size counts as one.
-        grid = params["grid_mapping"].grid
-        return math.prod(steps for steps in grid if isinstance(steps, int))
+    if (length := primitives.scan_length(equation)) is not None:
+        return length
+    if jaxprs.is_shard_map(equation):
+        return primitives.region(equation).num_devices
+    if equation.primitive.name == "pallas_call":
+        return primitives.grid_steps(equation)
     return 1
 
 
 def _dot_general(equation: jaxprs.Equation) -> int:
-    (contracted, _), _ = equation.params["dimension_numbers"]
+    contracted = primitives.dot_dims(equation).contracted[0]
     shape = equation.invars[0].aval.shape
     depth = math.prod(shape[dim] for dim in contracted)
     return 2 * depth * _size(equation.outvars[0])
 
 
 def _ragged_dot_general(equation: jaxprs.Equation) -> int:
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
+    contracted = primitives.dot_dims(equation).contracted[0]
     shape = equation.invars[0].aval.shape
     depth = math.prod(shape[dim] for dim in contracted)
     result = _size(equation.outvars[0])
-    if numbers.lhs_ragged_dimensions[0] in contracted:
+    if primitives.ragged_dims(equation).left in contracted:
         # The groups divide the depth, and the result has one product for each group.
         result //= equation.invars[2].aval.shape[-1]
     return 2 * depth * result
 
 
 def _convolution(equation: jaxprs.Equation) -> int:
-    params = equation.params
-    numbers = params["dimension_numbers"]
+    conv = primitives.convolution(equation)
+    numbers = conv.dims
     image = equation.invars[0].aval.shape
     kernel = equation.invars[1].aval.shape
     result = equation.outvars[0].aval.shape
     products = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
     products *= kernel[numbers.rhs_spec[1]]
-    for i, stride in enumerate(params["window_strides"]):
+    for i, stride in enumerate(conv.strides):
         products *= _window_products(
             image[numbers.lhs_spec[2 + i]],
             kernel[numbers.rhs_spec[2 + i]],
             result[numbers.out_spec[2 + i]],
             stride,
-            params["padding"][i][0],
-            (params["lhs_dilation"][i], params["rhs_dilation"][i]),
+            conv.padding[i][0],
+            (conv.image_dilation[i], conv.kernel_dilation[i]),
         )
     return 2 * products
 
@@ -250,9 +246,9 @@ def _cudnn_attention(equation: jaxprs.Equation) -> int:
     is_backward = "bwd" in equation.primitive.name
     batch, length, heads, width = queries  # tessera and jax.nn pass no other layout
     seen = length * keys[1]
-    if "CAUSAL" in equation.params["mask_type"].name:
-        window = equation.params["sliding_window_length"] or length
-        seen = min(seen // 2, length * window)
+    is_causal, window = primitives.attention_window(equation)
+    if is_causal:
+        seen = min(seen // 2, length * (window or length))
     return 2 * (5 if is_backward else 2) * batch * heads * width * seen
 
 

@@ -20,16 +20,12 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.foundations.primitive_properties import BROADCASTS, CASTS, COPIES, RESHAPES
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.shard_spec import axes_of_dims
 
 # Operations that change the shape or dtype of an array and not its device: a layout on
 # one side of one may be satisfied on the other.
 _FORMS = COPIES | CASTS | RESHAPES | BROADCASTS
-
-# The primitives that constrain a layout over Auto and over Explicit axes, and the name
-# of the parameter with the layout.
-_CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 # Dims of an array -> the dims of a declared value that they are.
 _Dims: TypeAlias = Mapping[int, int]
@@ -91,15 +87,15 @@ def spec_axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def _declarations(eqn: jaxprs.Equation) -> Iterator[tuple[Any, PartitionSpec]]:
-    if (parameter := _CONSTRAINTS.get(eqn.primitive.name)) is not None:
-        sharding = eqn.params[parameter]
+    if (sharding := primitives.constraint(eqn)) is not None:
         # JAX inserts reshard by itself, too, where it moves nothing.
         is_jaxs = eqn.primitive.name == "reshard" and not sharding.mesh.explicit_axes
         if isinstance(sharding, NamedSharding) and not is_jaxs:
             yield eqn.invars[0], sharding.spec
     elif jaxprs.is_shard_map(eqn):
-        yield from zip(eqn.invars, eqn.params["in_specs"], strict=True)
-        yield from zip(eqn.outvars, eqn.params["out_specs"], strict=True)
+        region = primitives.region(eqn)
+        yield from zip(eqn.invars, region.in_specs, strict=True)
+        yield from zip(eqn.outvars, region.out_specs, strict=True)
 
 
 def _movable(
@@ -232,7 +228,7 @@ def _carried(eqn: jaxprs.Equation, body: jaxprs.Program) -> Iterator[tuple[Any, 
     if eqn.primitive.name == "scan":
         consts, count = jaxprs.scan_sizes(eqn)
         yield from zip(inputs[consts:][:count], outputs, strict=False)
-    elif eqn.primitive.name == "while" and body is eqn.params["body_jaxpr"]:
+    elif eqn.primitive.name == "while" and body is primitives.while_loop(eqn).body:
         first = len(inputs) - len(outputs)
         yield from zip(inputs[first:], outputs, strict=True)
 
@@ -251,23 +247,21 @@ def _dims_in_result(eqn: jaxprs.Equation, index: int) -> _Dims:
     """
     shape = tuple(getattr(eqn.invars[index].aval, "shape", ()))
     result = tuple(getattr(eqn.outvars[0].aval, "shape", ()))
-    params = eqn.params
     match eqn.primitive.name:
         case "dot_general":
             return _dims_in_product(eqn, index)
         case "transpose":
-            return {dim: to for to, dim in enumerate(params["permutation"])}
+            return {dim: to for to, dim in enumerate(primitives.permutation(eqn))}
         case "broadcast_in_dim":
-            dims = enumerate(params["broadcast_dimensions"] if shape else ())
+            dims = enumerate(primitives.broadcast_dims(eqn))
             return {dim: to for dim, to in dims if shape[dim] == result[to]}
-        case "squeeze":
-            return _without(len(shape), params["dimensions"])
         case "reshape":
             return _dims_in_reshape(shape, result)
         case "concatenate":
-            return {d: d for d in range(len(shape)) if d != params["dimension"]}
-        case name if name.startswith(("reduce_", "arg")) and "axes" in params:
-            return _without(len(shape), params["axes"])
+            along = primitives.dim_along(eqn)
+            return {dim: dim for dim in range(len(shape)) if dim != along}
+    if (removed := primitives.removed_dims(eqn)) is not None:
+        return _without(len(shape), removed)
     return {dim: dim for dim in range(len(shape))} if shape == result else {}
 
 
@@ -278,7 +272,7 @@ def _without(rank: int, removed: Collection[int]) -> _Dims:
 
 def _dims_in_product(eqn: jaxprs.Equation, index: int) -> _Dims:
     """The result of a matmul has its batch dims first, then those of either operand."""
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, batch = primitives.dot_dims(eqn)
     free = [
         _without(len(value.aval.shape), (*contracted[i], *batch[i]))
         for i, value in enumerate(eqn.invars)

@@ -24,7 +24,7 @@ from tessera.foundations.primitive_properties import (
     RESHAPES,
 )
 from tessera.graph.rewriting import interpret, use_counts
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 # What such operations do shows in the next one that computes with their results.
 _MOVES: Final = COPIES | PLACEMENTS | RESHAPES | BROADCASTS | {"iota"}
@@ -201,33 +201,26 @@ class _Collector:
         self, equation: jaxprs.Equation, operands: Sequence[Any], here: Site
     ) -> list[Any]:
         """A loop whose body also returns the values collected in it, stacked."""
-        params, outer = equation.params, self.values
+        options, outer = primitives.scan_options(equation), self.values
         num_constants, num_carries = jaxprs.scan_sizes(equation)
         constants = operands[:num_constants]
         start = list(operands[num_constants:][:num_carries])
         stacked = list(operands[num_constants + num_carries :])
-        loop = Loop(here.number, params["length"], params["reverse"])
+        loop = Loop(here.number, options["length"], options["reverse"])
         around = replace(here, loops=(*here.loops, loop))
         inside: list[Site] = []
 
         def body(carry: list[Any], item: list[Any]) -> Any:
             self.values = []
             arguments = [*constants, *carry, *item]
-            results = self.run(params["jaxpr"], arguments, around)
+            results = self.run(primitives.body(equation), arguments, around)
             inside[:] = [site for site, _ in self.values]
             carried = list(map(_with_dtype_of, results[:num_carries], carry))
             values = [value for _, value in self.values]
             return carried, (results[num_carries:], values)
 
         with jaxprs.source_context(equation):
-            end, (rows, values) = jax.lax.scan(
-                body,
-                start,
-                stacked,
-                length=loop.length,
-                reverse=loop.is_reversed,
-                unroll=params["unroll"],
-            )
+            end, (rows, values) = jax.lax.scan(body, start, stacked, **options)
         self.values = [*outer, *zip(inside, values, strict=True)]
         return [*end, *rows]
 
@@ -236,8 +229,8 @@ class _Collector:
         epsilons = [_epsilon(atom.aval) for atom in equation.outvars]
         for inner in jaxprs.inner_programs(equation):
             epsilons += map(self._epsilon_of, jaxprs.equations(inner))
-        if equation.primitive.name == "reduce_precision":
-            epsilons.append(2.0 ** -equation.params["mantissa_bits"])
+        if (bits := primitives.mantissa_bits(equation)) is not None:
+            epsilons.append(2.0**-bits)
         if equation.primitive.name in CONTRACTIONS:
             epsilons.append(self._matmul_epsilon)
         return max(epsilons, default=0.0)
@@ -257,7 +250,7 @@ def _with_dtype_of(value: Any, before: Any) -> Any:
 
 def _computed_by(region: jaxprs.Equation, result: int) -> str:
     """The operation that computes a result of an SPMD region, with its line."""
-    body = region.params["jaxpr"]
+    body = primitives.body(region)
     atom = jaxprs.outputs(body)[result]
     for inner in reversed(jaxprs.equations(body)):
         if atom not in inner.outvars:

@@ -32,20 +32,14 @@ class CachedLinearization:
         self, equation: jaxprs.Equation, values: Sequence[Any]
     ) -> jaxprs.Program | None:
         """A program that is the equation alone; None if it is to be applied itself."""
-        params = equation.params
-        # Floats may be equal and not the same: 0.0 and -0.0.
-        is_float = any(isinstance(value, float) for value in params.values())
-        if is_float or equation.effects or any(jaxprs.nested(equation)):
+        if equation.effects or any(jaxprs.nested(equation)):
             return None
-        types = tuple(atom.aval for atom in equation.invars)
-        if types != tuple(map(jax.typeof, values)):
+        types = [atom.aval for atom in equation.invars]
+        if types != [*map(jax.typeof, values)]:
             return None  # its results may have other types than it says
-        key = (equation.primitive, tuple(params.items()), types, equation.ctx)
-        try:
-            found = self._programs.get(key)
-        except TypeError:
-            return None  # a parameter is not hashable
-        if found is None:
-            found = linearization.of_one_equation(equation)
-            self._programs[key] = found
-        return found
+        key = linearization.key(equation)
+        if key is None:
+            return None
+        if key not in self._programs:
+            self._programs[key] = linearization.of_one_equation(equation)
+        return self._programs[key]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tessera.graph import rewriting
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 
 def lift_captures(program: jaxprs.Program) -> tuple[jaxprs.Program, list[Any]]:
@@ -43,7 +43,7 @@ def _hoisted(program: jaxprs.Program) -> jaxprs.Program:
             return rewriting.bind_with_nested(
                 equation, operands, lambda p, v: jaxprs.evaluate(_hoisted(p), *v)
             )
-        inner, arrays = lift_captures(equation.params["jaxpr"])
+        inner, arrays = lift_captures(primitives.body(equation))
         params = jaxprs.jit_params(equation, inner)
         return jaxprs.bind(equation, [*operands, *arrays], params)
 
@@ -53,7 +53,7 @@ def _hoisted(program: jaxprs.Program) -> jaxprs.Program:
 def _holds_arrays(equation: jaxprs.Equation) -> bool:
     if not (jaxprs.is_jit(equation) or jaxprs.is_shard_map(equation)):
         return False
-    inner = equation.params["jaxpr"]
+    inner = primitives.body(equation)
     return bool(jaxprs.constants(inner)) or any(
         map(_holds_arrays, jaxprs.equations(inner))
     )

@@ -23,7 +23,7 @@ from tessera.graph.gradient_primitive import (
     refuse_closure,
     unconnected_error,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 # How JAX's error about while loops begins.
 _NO_BACKWARD = "Reverse-mode differentiation does not work"
@@ -76,13 +76,12 @@ def _with_own_references(program: jaxprs.Program) -> jaxprs.Program:
 
 
 def _closes_over(equation: jaxprs.Equation) -> bool:
-    is_call = equation.primitive.name == "custom_jvp_call"
-    return is_call and bool(equation.params.get("num_consts"))
+    return primitives.num_closed_over(equation) > 0
 
 
 def _fix_closures(equation: jaxprs.Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """Refuse gradients by what the function closes over: JAX would give zeros."""
-    count = equation.params["num_consts"]
+    count = primitives.num_closed_over(equation)
     return jaxprs.bind(equation, [*map(_fixed, operands[:count]), *operands[count:]])
 
 

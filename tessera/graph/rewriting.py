@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 Where: TypeAlias = Callable[[jaxprs.Equation], bool]
 Apply: TypeAlias = Callable[[jaxprs.Equation, Sequence[Any]], Sequence[Any]]
@@ -135,24 +135,6 @@ def programs_in_scopes(
                     found.append((inner, path))
 
 
-def nested_with_operands(
-    equation: jaxprs.Equation,
-) -> Iterator[tuple[jaxprs.Program, list[jaxprs.Atom]]]:
-    """The programs in an equation, each with the operands of its first call.
-
-    Programs that take something else, such as the blocks of a kernel, are left out.
-    """
-    operands, carried = list(equation.invars), len(equation.outvars)
-    for name, inner in jaxprs.nested(equation):
-        count = len(jaxprs.inputs(inner))
-        if name == "cond_jaxpr":  # of a while loop: its constants, then what is carried
-            yield inner, operands[: count - carried] + operands[-carried:]
-        elif name in ("body_jaxpr", "branches"):
-            yield inner, operands[-count:] if count else []
-        elif count == len(operands):
-            yield inner, operands
-
-
 def interpret(
     program: jaxprs.Program, values: Sequence[Any], apply: Apply
 ) -> list[Any]:
@@ -190,7 +172,7 @@ def inline_jits(program: jaxprs.Program) -> jaxprs.Program:
             if not jaxprs.is_jit(equation):
                 return jaxprs.bind(equation, operands)
             with jaxprs.source_context(equation):
-                return interpret(equation.params["jaxpr"], operands, inside(equation))
+                return interpret(primitives.body(equation), operands, inside(equation))
 
         return apply
 
@@ -223,7 +205,7 @@ def bind_with_nested(
 
     if jaxprs.is_shard_map(equation):
         return jaxprs.bind_shard_map(
-            equation, values, as_function(equation.params["jaxpr"])
+            equation, values, as_function(primitives.body(equation))
         )
 
     def again(inner: jaxprs.Program) -> jaxprs.Program:

@@ -2,6 +2,7 @@
 """The only door to JAX's private interfaces, and to what differs between its versions.
 
 jaxprs, traces                  programs, and the traces that make them
+primitives                      parameters of JAX's primitives, by meaning
 lines                           source lines, the user's and a library's
 linearization                   differentiates repeated equations once
 dispatch, processes, mlir       calls of compiled programs, processes, modules

@@ -4,7 +4,7 @@
 Beside ``jaxprs``: like it, this module may use ``jax._src``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -18,6 +18,23 @@ inlined_p = jex.Primitive("inlined")
 """Records the equations of its parameter ``program``; there has to be a trace."""
 
 inlined_p.multiple_results = True
+
+
+def key(equation: Any) -> Hashable | None:
+    """Equal for equations with one linearization; None of an equation that shares none.
+
+    Floats may be equal and not the same: 0.0 and -0.0.
+    """
+    params = equation.params
+    if any(isinstance(value, float) for value in params.values()):
+        return None
+    types = tuple(atom.aval for atom in equation.invars)
+    found = (equation.primitive, tuple(params.items()), types, equation.ctx)
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
 
 
 def of_one_equation(equation: Any) -> Any:

@@ -30,15 +30,17 @@ _OPTIONS_OF_TORCH: Final = (
 )
 
 
-def save_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+_save_attention = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
+
+
+def save_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy that saves the results of matmuls, including those of experts.
 
     It also saves the output of attention and the log of the sums of its weights, which
     blockwise attention would need its matmuls to recompute.
     """
-    if primitive.name == "name":
-        return params.get("name") == ATTENTION_RESIDUALS
-    return primitive.name in MATMULS | CUDNN_ATTENTION
+    is_matmul = primitive.name in MATMULS | CUDNN_ATTENTION
+    return is_matmul or _save_attention(primitive, *avals, **params)
 
 
 def save_named(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -9,7 +9,7 @@ repeated for each block of rows, which one device would give other numbers. Both
 found in the traced program, before anything is compiled.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Final, TypeAlias
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from tessera.errors import CollectiveError, RandomNumbersError
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 MICROBATCHES: Final = "microbatches"
 """The axis over which the microbatches of a batch differ."""
@@ -26,12 +26,11 @@ Axes: TypeAlias = frozenset[str]
 _NONE: Final[Axes] = frozenset()
 _Run: TypeAlias = Callable[[Any, list["_Value"]], list["_Value"]]
 
-# By name, the parameter with a collective's axes, and whether its result is the same on
-# all of their devices.
+# Whether a collective's result is the same on all devices of its axes.
 _COLLECTIVES: Final = {
-    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), ("axes", True)),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), ("axis_name", True)),
-    **dict.fromkeys(("reduce_scatter", "all_to_all", "ppermute"), ("axis_name", False)),
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), True),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), True),
+    **dict.fromkeys(("reduce_scatter", "all_to_all", "ppermute"), False),
 }
 # The number of the result with random numbers.
 _RANDOM: Final = {"random_bits": 0, "random_gamma": 0, "rng_bit_generator": 1}
@@ -76,7 +75,8 @@ def check_region(mapped: Callable[..., Any], *operands: Any) -> None:
     """
     program = jax.make_jaxpr(mapped)(*operands)
     for equation in filter(jaxprs.is_shard_map, jaxprs.equations(program)):
-        body, shape = equation.params["jaxpr"], dict(equation.params["mesh"].shape)
+        body = primitives.body(equation)
+        shape = dict(primitives.region(equation).mesh.shape)
         inputs = [_of_type(variable) for variable in jaxprs.inputs(body)]
         _Checks({axis for axis, size in shape.items() if size > 1}).run(body, inputs)
 
@@ -163,7 +163,7 @@ class _Checks:
     def _results(
         self, equation: jaxprs.Equation, operands: list[_Value], place: _Place
     ) -> list[_Value]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         line = jaxprs.source_line(place.call or equation)
         if name == "gradient":
             return _gradients(equation, operands)
@@ -174,7 +174,7 @@ class _Checks:
             self._check_random(operands, line)
         result = reduce(_Value.with_, operands, _Value())
         if name == "axis_index":
-            result = replace(result, differs=_names(params["axis_name"]))
+            result = replace(result, differs=primitives.axis_names(equation))
         results = [result] * len(equation.outvars)
         if (number := _RANDOM.get(name)) is not None:
             shape = equation.outvars[number].aval.shape
@@ -188,8 +188,8 @@ class _Checks:
         self, equation: jaxprs.Equation, operand: _Value, line: str, is_backward: bool
     ) -> _Value:
         """The result of a collective; in a backward pass it sums gradients."""
-        parameter, is_alike = _COLLECTIVES[equation.primitive.name]
-        axes = _names(equation.params[parameter])
+        axes = primitives.axis_names(equation)
+        is_alike = _COLLECTIVES[equation.primitive.name]
         if not is_backward and operand.summed & axes & self._axes:
             raise _summed_already(operand.summed, line)
         differs = operand.differs - axes if is_alike else operand.differs | axes
@@ -230,9 +230,9 @@ def _of_nested(
         case "scan":
             return _scan(equation, operands, run)
         case "while":
-            return _while(equation.params, operands, run)
+            return _while(equation, operands, run)
         case "cond":
-            return _cond(equation.params, operands, run)
+            return _cond(equation, operands, run)
     if len(inner) == 1 and len(jaxprs.inputs(inner[0])) == len(operands):
         return run(inner[0], operands)
     return None
@@ -244,7 +244,7 @@ def _scan(equation: jaxprs.Equation, operands: list[_Value], run: _Run) -> list[
 
     def turn(carry: list[_Value]) -> list[_Value]:
         given = [*operands[:first], *carry, *operands[last:]]
-        return run(equation.params["jaxpr"], given)
+        return run(primitives.body(equation), given)
 
     def next_carry(carry: list[_Value]) -> list[_Value]:
         return turn(carry)[:number]
@@ -254,22 +254,23 @@ def _scan(equation: jaxprs.Equation, operands: list[_Value], run: _Run) -> list[
 
 
 def _while(
-    params: Mapping[str, Any], operands: list[_Value], run: _Run
+    equation: jaxprs.Equation, operands: list[_Value], run: _Run
 ) -> list[_Value]:
-    first = params["cond_nconsts"]
-    last = first + params["body_nconsts"]
+    loop = primitives.while_loop(equation)
+    first = loop.num_condition_constants
+    last = first + loop.num_body_constants
 
     def turn(carry: list[_Value]) -> list[_Value]:
-        return run(params["body_jaxpr"], [*operands[first:last], *carry])
+        return run(loop.body, [*operands[first:last], *carry])
 
     carry = _repeated(turn, operands[last:])
-    (goes_on,) = run(params["cond_jaxpr"], [*operands[:first], *carry])
+    (goes_on,) = run(loop.condition, [*operands[:first], *carry])
     return [_chosen(value, goes_on) for value in carry]
 
 
-def _cond(params: Mapping[str, Any], operands: list[_Value], run: _Run) -> list[_Value]:
+def _cond(equation: jaxprs.Equation, operands: list[_Value], run: _Run) -> list[_Value]:
     index, *rest = operands
-    branches = [run(branch, rest) for branch in params["branches"]]
+    branches = [run(branch, rest) for branch in primitives.branches(equation)]
     return [_chosen(value, index) for value in map(_union, *branches)]
 
 
@@ -277,11 +278,6 @@ def _chosen(value: _Value, by: _Value) -> _Value:
     """A value that a condition decides on."""
     differs = value.differs | by.differs
     return replace(value, differs=differs, summed=value.summed - differs)
-
-
-def _names(axes: Any) -> Axes:
-    named = axes if isinstance(axes, (tuple, list)) else (axes,)
-    return frozenset(axis for axis in named if isinstance(axis, str))
 
 
 def _union(*values: _Value) -> _Value:

@@ -21,7 +21,7 @@ from tessera.foundations.primitive_properties import (
     RESHAPES,
     SLICES,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing.casts import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 
 
@@ -85,19 +85,18 @@ def rule_of(equation: jaxprs.Equation, dtype: Any) -> Rule:
 
     Moving values is the same everywhere; arithmetic outside is in f32.
     """
-    name, params = equation.primitive.name, equation.params
-    rule = RULES.get(name, Rule.F32)
+    rule = RULES.get(equation.primitive.name, Rule.F32)
     match rule:
         case Rule.MATMUL:
             is_narrow = dtype is not None and all(map(is_f32, equation.invars[:2]))
             return rule if is_narrow else Rule.F32
         case Rule.MOVE:
             # What a gather fills in may have no narrow number; the default is NaN.
-            return Rule.F32 if params.get("fill_value") is not None else rule
+            return Rule.F32 if primitives.fills_in(equation) else rule
         case Rule.NARROW:
             return Rule.F32 if dtype is None else rule
         case Rule.POWER:
-            is_reciprocal = params.get("y", 2) < 0
+            is_reciprocal = primitives.exponent(equation) < 0
             is_narrow = dtype == jnp.bfloat16 and not is_reciprocal
             return Rule.NARROW if is_narrow else Rule.F32
     return rule

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from tessera.graph.ir import Graph
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.mesh import Mesh
 from tessera.shard_spec import check_even
 from tessera.tracing import scope
@@ -57,7 +57,7 @@ def _has_sums(spec: PartitionSpec | None) -> bool:
 
 def _constraint(equation: jaxprs.Equation, mesh: Mesh) -> PartitionSpec | None:
     """The layout that an equation constrains a value to, if it is over this mesh."""
-    sharding = equation.params.get("sharding")
+    sharding = primitives.layout(equation)
     # Over Explicit axes the type of a value has its layout, and no constraint has it.
     if equation.primitive.name != "sharding_constraint" or mesh.explicit_axes:
         return None

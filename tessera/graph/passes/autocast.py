@@ -21,7 +21,7 @@ from tessera.graph.narrowing.rules import (
     is_f32,
     rule_of,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 
 def autocast(graph: Graph) -> Graph:
@@ -160,8 +160,7 @@ class _Interpreter:
         others = [self._read(atom) for atom in equation.invars[2:]]
         is_narrow = self._frame.narrow.get(equation.outvars[0]) == dtype
         result = dtype if is_narrow else jnp.dtype(jnp.float32)
-        params = dict(equation.params, preferred_element_type=result)
-        return jaxprs.bind(equation, [*narrowed, *others], params)
+        return [primitives.bind_matmul(equation, [*narrowed, *others], result)]
 
     def _call(self, equation: jaxprs.Equation, frame: Frame) -> list[Any]:
         """The results of a call whose program has other dtypes."""

@@ -12,7 +12,7 @@ from jax import lax
 from tessera.graph import rewriting
 from tessera.graph.ir import Graph
 from tessera.graph.lifetimes import Lifetimes, called
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 Dims: TypeAlias = tuple[int, ...]
 
@@ -154,12 +154,11 @@ class _Plan:
         transposed = lax.optimization_barrier(lax.transpose(a, order))
         batch = len(left.batch)
         last = range(batch + len(left.free), transposed.ndim)
-        numbers = (
+        dims = primitives.DotDims(
             (tuple(last), right.contracted),
             (tuple(range(batch)), right.batch),
         )
-        params = dict(self.equation.params, dimension_numbers=numbers)
-        return jaxprs.bind(self.equation, [transposed, b], params)[0]
+        return primitives.bind_matmul(self.equation, [transposed, b], dims=dims)
 
 
 def _plans(program: jaxprs.Program, *, holds_inputs: bool = False) -> Iterator[_Plan]:
@@ -231,9 +230,9 @@ def _own_plans(program: jaxprs.Program) -> Iterator[_Plan]:
 
 
 def _plan(equation: jaxprs.Equation, transpose: jaxprs.Equation | None) -> _Plan | None:
-    (contracted, batch) = equation.params["dimension_numbers"]
+    contracted, batch = primitives.dot_dims(equation)
     first, second = (
-        _Operand(atom, tuple(b), tuple(c))
+        _Operand(atom, b, c)
         for atom, b, c in zip(equation.invars, batch, contracted, strict=True)
     )
     if not all(side.contracted and side.free for side in (first, second)):
@@ -246,7 +245,7 @@ def _plan(equation: jaxprs.Equation, transpose: jaxprs.Equation | None) -> _Plan
     ):
         return None
     free = len(first.batch), len(first.free), equation.outvars[0].aval.ndim
-    if transpose is None or tuple(transpose.params["permutation"]) != _exchange(*free):
+    if transpose is None or primitives.permutation(transpose) != _exchange(*free):
         return _Plan(equation, first, second, None)
     return _Plan(equation, second, first, transpose)
 

@@ -18,7 +18,7 @@ from tessera.foundations.primitive_properties import (
 )
 from tessera.graph import rewriting
 from tessera.graph.ir import Graph
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing.casts import PARAMETER_CAST
 
 # What adds up the parts of a gradient, beside matmuls: of biases, and of rows.
@@ -97,7 +97,7 @@ class _Widening:
         is_marked = id(equation) in self._marked
         if is_marked and jaxprs.is_jit(equation):
             with jaxprs.source_context(equation):
-                return self._run(equation.params["jaxpr"], operands, is_marked=True)
+                return self._run(primitives.body(equation), operands, is_marked=True)
         if is_marked and equation.primitive.name not in CONTRACTIONS | CALLS:
             with jaxprs.source_context(equation):
                 return _in_f32(equation, operands)
@@ -114,13 +114,13 @@ class _Widening:
     def _product(
         self, equation: jaxprs.Equation, operands: Sequence[Any], is_marked: bool
     ) -> Any:
-        params, result = dict(equation.params), equation.outvars[0].aval.dtype
-        params["preferred_element_type"] = jnp.dtype(jnp.float32)
         if self._is_on_cpu(equation):
             # Of a ragged dot the third operand is the sizes of its groups.
             operands = [*map(_rounded, operands[:2]), *operands[2:]]
-        (product,) = jaxprs.bind(equation, operands, params)
-        return product if is_marked else product.astype(result)
+        wide = jnp.dtype(jnp.float32)
+        product = primitives.bind_matmul(equation, operands, wide)
+        dtype = equation.outvars[0].aval.dtype
+        return product if is_marked else product.astype(dtype)
 
 
 def _as_declared(atoms: Sequence[jaxprs.Atom], values: Sequence[Any]) -> list[Any]:
@@ -143,17 +143,7 @@ def _in_f32(equation: jaxprs.Equation, operands: Sequence[Any]) -> list[Any]:
         return wide
     if equation.primitive.name != "scatter-add":
         return list(jaxprs.bind(equation, wide))
-    params, (operand, indices, updates) = equation.params, wide
-    result = lax.scatter_add(
-        operand,
-        indices,
-        updates,
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )
-    return [result]
+    return [primitives.bind_scatter_add(equation, wide)]
 
 
 def _wide(operand: Any) -> Any:

@@ -18,28 +18,14 @@ import numpy as np
 
 from tessera.foundations.primitive_properties import SIZE_PRESERVING
 from tessera.graph.rewriting import variables
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
-# The parameter that names the dim along which results depend on several entries.
-_ALONG: Final = {
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumlogsumexp": "axis",
-    "sort": "dimension",
-    "concatenate": "dimension",
-    "split": "axis",
-}
 _OTHER_WORDS = """
     broadcast_in_dim conv_general_dilated dynamic_update_slice gather pad reshape rev
-    top_k
 """
 # Whether these mix rows can be decided; others, such as kernels, may or may not.
-_UNDERSTOOD: Final = SIZE_PRESERVING | frozenset((*_ALONG, *_OTHER_WORDS.split()))
-# Parameters with sizes of results; the results are compared themselves.
-_OF_SIZES: Final = frozenset(
-    ("shape", "new_sizes", "limit_indices", "slice_sizes", "sizes")
+_UNDERSTOOD: Final = (
+    SIZE_PRESERVING | primitives.ALONG_ONE_DIM | frozenset(_OTHER_WORDS.split())
 )
 # The number of the first operand that is an index.
 _FIRST_INDEX: Final = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
@@ -99,7 +85,7 @@ class BatchDims:
     def _is_row_wise_inside(
         self, equation: jaxprs.Equation, twin: jaxprs.Equation
     ) -> bool:
-        lengths = [e.params.get("length") for e in (equation, twin)]
+        lengths = [primitives.scan_length(e) for e in (equation, twin)]
         if lengths[0] != lengths[1] or jaxprs.is_shard_map(equation):
             return False
         inner = zip(
@@ -208,64 +194,48 @@ def have_same_numbers(equation: jaxprs.Equation, twin: jaxprs.Equation) -> bool:
         for a, b in pairs
         if isinstance(a, jaxprs.Literal) and isinstance(b, jaxprs.Literal)
     )
-    return are_same and have_same_parameters(equation, twin)
-
-
-def have_same_parameters(equation: jaxprs.Equation, twin: jaxprs.Equation) -> bool:
-    """Whether two equations have the same parameters, but for sizes of results."""
-    return all(
-        repr(value) == repr(twin.params.get(name))  # NaN equals itself
-        for name, value in equation.params.items()
-        if name not in _OF_SIZES and _is_plain(value)
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a parameter consists of numbers and names, and has no program."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, np.dtype))
+    return are_same and primitives.have_same_parameters(equation, twin)
 
 
 def _is_alike(equation: jaxprs.Equation, dim: int) -> bool:
     """Whether an equation that reads no rows has the same result in all of them."""
-    name, params = equation.primitive.name, equation.params
-    if name == "iota":
-        return params["dimension"] != dim
-    return name == "broadcast_in_dim" and dim not in params["broadcast_dimensions"]
+    match equation.primitive.name:
+        case "iota":
+            return primitives.dim_along(equation) != dim
+        case "broadcast_in_dim":
+            return dim not in primitives.broadcast_dims(equation)
+    return False
 
 
 def _depends_on_own_row(
     equation: jaxprs.Equation, rows: dict[Any, int], dim: int
 ) -> bool:
     """Whether an equation is row-wise, by its batch dims in operands and results."""
-    name, params = equation.primitive.name, equation.params
-    if name in _ALONG:
-        return params[_ALONG[name]] != dim
+    name = equation.primitive.name
+    if (along := primitives.dim_along(equation)) is not None:
+        return along != dim
     if name in SIZE_PRESERVING:
         sizes = {v.aval.shape[d] for v, d in rows.items()}
         return sizes == {equation.outvars[0].aval.shape[dim]}
     match name:
         case "broadcast_in_dim":
-            return params["broadcast_dimensions"][rows[equation.invars[0]]] == dim
+            return primitives.broadcast_dims(equation)[rows[equation.invars[0]]] == dim
         case "reshape":
             return _keeps_row_order(equation.invars[0], rows, equation.outvars[0], dim)
         case "rev":
-            return dim not in params["dimensions"]
+            return dim not in primitives.reversed_dims(equation)
         case "pad":
             return rows.keys() == {equation.invars[0]} and not any(
-                params["padding_config"][dim]
+                primitives.padding(equation)[dim]
             )
         case "gather":
             return _is_gathered_by_row(equation, rows)
         case "dynamic_update_slice":
             return all(rows.get(v) == dim for v in equation.invars[:2])
         case "conv_general_dilated":
-            is_batch = params["dimension_numbers"].lhs_spec[0] == dim
-            is_whole = params["batch_group_count"] == 1
-            return is_batch and is_whole and rows.keys() == {equation.invars[0]}
-        case "top_k":
-            return dim != len(equation.outvars[0].aval.shape) - 1
+            conv = primitives.convolution(equation)
+            is_batch = conv.dims.lhs_spec[0] == dim and conv.batch_groups == 1
+            return is_batch and rows.keys() == {equation.invars[0]}
     return False
 
 
@@ -277,9 +247,8 @@ def _keeps_row_order(before: Any, rows: dict[Any, int], after: Any, to: int) -> 
 
 def _is_gathered_by_row(equation: jaxprs.Equation, rows: dict[Any, int]) -> bool:
     """Whether each row's results are gathered from that row, or from no row."""
-    operand, numbers = equation.invars[0], equation.params["dimension_numbers"]
+    operand, dims = equation.invars[0], primitives.gather_dims(equation)
     dim = rows.get(operand)
-    if dim is None or dim in numbers.operand_batching_dims:
+    if dim is None or dim in dims.batch:
         return True
-    is_whole = equation.params["slice_sizes"][dim] == operand.aval.shape[dim]
-    return is_whole and dim not in numbers.start_index_map
+    return dims.sizes[dim] == operand.aval.shape[dim] and dim not in dims.indexed

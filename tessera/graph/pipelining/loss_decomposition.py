@@ -25,10 +25,9 @@ from tessera.foundations.primitive_properties import LINEAR
 from tessera.graph.pipelining.batch_dims import (
     BatchDims,
     have_same_equations,
-    have_same_parameters,
 )
 from tessera.graph.rewriting import variables
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 # A value with a batch dim, one without, and one that is linear in sums over rows.
 Kind = Literal["rows", "replicated", "sum"]
@@ -152,7 +151,7 @@ class _Decomposer:
             self._check_linear(equation)
             return "sum"
         is_row_wise = self.rows.is_row_wise(equation, twin)
-        is_same = have_same_parameters(equation, twin)
+        is_same = primitives.have_same_parameters(equation, twin)
         if is_row_wise and is_same:
             reads_rows = "rows" in kinds or is_dependent
             if reads_rows or not self.rows.of(equation.invars):
@@ -188,7 +187,7 @@ class _Decomposer:
             case "select_n":
                 legal &= 0 not in sums
             case "integer_pow":
-                legal &= equation.params["y"] == 1
+                legal &= primitives.exponent(equation) == 1
             case "convert_element_type":
                 legal &= _is_float(equation.outvars[0])
         if not legal:

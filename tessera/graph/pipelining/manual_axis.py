@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import PipelineFormError
 from tessera.graph.rewriting import bind_with_nested, contains_inside, interpret
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.shard_spec import axes_of_dims
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -44,32 +44,22 @@ def apply(equation: jaxprs.Equation, operands: Sequence[Any]) -> list[Any]:
         return _nested_region(equation, operands)
     with jaxprs.source_context(equation):
         if name == "sharding_constraint":
-            return [_constrained(operands[0], equation.params["sharding"])]
-        if "sharding" in equation.params:
-            # As of ``zeros_like``, which copies the layout of its argument.
-            return jaxprs.bind(
-                equation, operands, {**equation.params, "sharding": None}
-            )
-        operand = _replicated(operands[0], _indexed_dims(equation))
+            return [_constrained(operands[0], primitives.layout(equation))]
+        if primitives.layout(equation) is not None:
+            return primitives.bind_without_layout(equation, operands)
+        operand = _replicated(operands[0], primitives.indexed_dims(equation))
         (result,) = jaxprs.bind(equation, [operand, *operands[1:]])
         if name == "gather":
             return [result]
         # The transpose of a scatter is a gather from the cotangent of its result.
-        return [_replicated(result, _indexed_dims(equation))]
+        return [_replicated(result, primitives.indexed_dims(equation))]
 
 
 def _needs_rewrite(equation: jaxprs.Equation) -> bool:
     name = equation.primitive.name
     is_indexed = name == "gather" or name.startswith("scatter")
-    is_laid_out = isinstance(equation.params.get("sharding"), NamedSharding)
+    is_laid_out = isinstance(primitives.layout(equation), NamedSharding)
     return is_indexed or is_laid_out or jaxprs.is_shard_map(equation)
-
-
-def _indexed_dims(equation: jaxprs.Equation) -> tuple[int, ...]:
-    numbers = equation.params["dimension_numbers"]
-    if equation.primitive.name == "gather":
-        return numbers.start_index_map
-    return numbers.scatter_dims_to_operand_dims
 
 
 def _replicated(value: Any, dims: Sequence[int]) -> Any:
@@ -97,22 +87,22 @@ def _constrained(value: Any, layout: NamedSharding) -> Any:
 
 
 def _nested_region(equation: jaxprs.Equation, operands: Sequence[Any]) -> list[Any]:
-    mesh, params = jax.sharding.get_abstract_mesh(), equation.params
-    specs = (*params["in_specs"], *params["out_specs"])
+    mesh, region = jax.sharding.get_abstract_mesh(), primitives.region(equation)
+    specs = (*region.in_specs, *region.out_specs)
     named = {axis for s in specs for names in axes_of_dims(s, len(s)) for axis in names}
     if named & set(mesh.manual_axes):
         _refuse_region(equation, sorted(named & set(mesh.manual_axes)))
 
     def run(*blocks: Any) -> tuple[Any, ...]:
-        return tuple(jaxprs.evaluate(params["jaxpr"], *blocks))
+        return tuple(jaxprs.evaluate(primitives.body(equation), *blocks))
 
     mapped = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(params["newly_manual_axes"]) - set(mesh.manual_axes),
-        check_vma=params["check_vma"],
+        in_specs=region.in_specs,
+        out_specs=region.out_specs,
+        axis_names=region.axes - set(mesh.manual_axes),
+        check_vma=region.check_vma,
     )
     with jaxprs.source_context(equation):
         return list(mapped(*operands))

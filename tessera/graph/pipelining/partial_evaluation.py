@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -44,7 +45,7 @@ from tessera.graph.rewriting import (
     contains_inside,
     variables,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 Variables: TypeAlias = set[Any]
 
@@ -64,11 +65,13 @@ _TRANSCENDENTAL_NAMES = """
 """
 _TRANSCENDENTAL = frozenset(_TRANSCENDENTAL_NAMES.split())
 
+_save_residuals = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+
 
 def _is_saved(primitive: Any, *avals: Any, **params: Any) -> bool:
     """The policy for JAX: an effect happens in the known program alone."""
-    del avals
-    return primitive.name == "debug_callback" or params.get("name") == RESIDUAL
+    is_effect = primitive.name == "debug_callback"
+    return is_effect or _save_residuals(primitive, *avals, **params)
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ class _Loop:
 
     def __init__(self, equation: jaxprs.Equation) -> None:
         self.equation = equation
-        body, results = equation.params["jaxpr"], equation.outvars
+        body, results = primitives.body(equation), equation.outvars
         inputs, outputs = jaxprs.inputs(body), jaxprs.outputs(body)
         consts, carries = jaxprs.scan_sizes(equation)
         xs = consts + carries
@@ -249,7 +252,7 @@ def _computed(program: jaxprs.Program) -> Variables:
     for equation in jaxprs.equations(program):
         computed.update(equation.outvars)
         if equation.primitive.name == "scan":
-            computed |= _computed(equation.params["jaxpr"])
+            computed |= _computed(primitives.body(equation))
     return computed
 
 

@@ -44,7 +44,7 @@ from tessera.graph.rewriting import (
     interpret,
     variables,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 
 
 @dataclass(frozen=True)
@@ -246,13 +246,13 @@ def _interpret(
         if _is_call(equation):
             (inner,) = jaxprs.inner_programs(equation)
             with jaxprs.source_context(equation):
-                if _is_recomputation(equation):
+                if primitives.is_rematerialization(equation):
                     # Or XLA would find that the forward has these values.
                     operands = lax.optimization_barrier(operands)
                 return nested(inner, operands, equation)
         if equation.primitive.name == "scan":
             return bind_with_nested(equation, operands, nested)
-        if equation.params.get("name") == RESIDUAL:
+        if primitives.checkpoint_name(equation) == RESIDUAL:
             return operands
         return jaxprs.bind(equation, operands)
 
@@ -266,14 +266,7 @@ def _read_by_some(program: jaxprs.Program) -> frozenset[Any]:
     return frozenset(variables(atoms))
 
 
-def _is_recomputation(equation: jaxprs.Equation) -> bool:
-    params = equation.params
-    return bool(params.get("differentiated") and params.get("prevent_cse"))
-
-
 def _is_call(equation: jaxprs.Equation) -> bool:
     """Whether an equation only names a program; a jit with layouts says more."""
-    params = equation.params
-    layouts = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    declared = any(isinstance(layout, jax.sharding.Sharding) for layout in layouts)
-    return equation.primitive.name in CALLS and not declared
+    is_one = equation.primitive.name in CALLS
+    return is_one and not primitives.declares_layouts(equation)

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from tessera.foundations.primitive_properties import VIEWS
 from tessera.graph.gradient_primitive import gradient_p, gradient_taken_p
-from tessera.graph.rewriting import inline_jits, nested_with_operands
-from tessera.jax_compat import jaxprs
+from tessera.graph.rewriting import inline_jits
+from tessera.jax_compat import jaxprs, primitives
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _uses(program: jaxprs.Program) -> tuple[set[Any], set[Any]]:
             loss, *weights = equation.invars
             differentiated.update(_viewed(weights, made))
             read |= jaxprs.sources(program, loss, before=index)
-        for inner, operands in nested_with_operands(equation):
+        for inner, operands in primitives.calls_with_operands(equation):
             inside = _uses(inner)
             outside = dict(zip(jaxprs.inputs(inner), operands, strict=True))
             by, of = ([outside[v] for v in found if v in outside] for found in inside)

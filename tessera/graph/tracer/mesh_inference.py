@@ -10,7 +10,7 @@ from tessera.errors import MeshConflictError
 from tessera.graph.ir import Graph, Role
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.graph.tracer.leaves import ONE_DEVICE, Leaf, mesh_here
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 
 # The name of its owner for messages, and the mesh.
@@ -87,10 +87,7 @@ def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
 def _meshes_of_regions(program: jaxprs.Program) -> set[JaxMesh]:
     meshes: set[JaxMesh] = set()
     for equation in jaxprs.equations(program):
-        sharding = equation.params.get("sharding")
-        for mesh in (equation.params.get("mesh"), getattr(sharding, "mesh", None)):
-            if isinstance(mesh, JaxMesh):
-                meshes.add(mesh)
+        meshes.update(primitives.meshes(equation))
         for inner in jaxprs.inner_programs(equation):
             meshes |= _meshes_of_regions(inner)
     return meshes

@@ -8,7 +8,7 @@ contracts and keeps. Products of two activations, as in attention, are counted a
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from tessera.analysis.flops import count_equation, is_live
 from tessera.foundations.primitive_properties import KERNELS
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing.scope import FALLBACK, GROUPED, VISITS
 from tessera.train.planner.products import Found, Lookup, Product, Weight
 
@@ -138,9 +138,8 @@ class _Walk:
             return False
         if not operands and equation.primitive.name != "iota":
             return False
-        params = dict(equation.params)
         try:
-            results = jaxprs.bind(equation, [each.value for each in operands], params)
+            results = jaxprs.bind(equation, [each.value for each in operands])
         except Exception:
             return False
         for var, result in zip(equation.outvars, results, strict=True):
@@ -206,8 +205,8 @@ class _Walk:
     def _scan(
         self, equation: jaxprs.Equation, operands: list[Any], env: _Env, times: float
     ) -> None:
-        length = equation.params["length"]
-        (body,) = jaxprs.inner_programs(equation)
+        body, length = primitives.body(equation), primitives.scan_length(equation)
+        assert length is not None
         consts, carries = jaxprs.scan_sizes(equation)
         inner: _Env = {}
         for place, (var, value) in enumerate(
@@ -237,7 +236,7 @@ class _Walk:
     def _cond(
         self, equation: jaxprs.Equation, operands: list[Any], env: _Env, times: float
     ) -> None:
-        branches = equation.params["branches"]
+        branches = primitives.branches(equation)
         shares = [1 / len(branches)] * len(branches)
         index = operands[0]
         is_fallback = [*map(_is_fallback, branches)]
@@ -264,7 +263,7 @@ class _Walk:
         if len(jaxprs.inputs(program)) != len(operands):
             operands = [None] * len(jaxprs.inputs(program))
         if equation.primitive.name == "shard_map":
-            times *= count_devices(equation)
+            times *= primitives.region(equation).num_devices
         outer = self.visited
         self.visited = _visited_share(equation) or outer
         inner = self._inside(program, operands, env, times)
@@ -283,14 +282,6 @@ class _Walk:
         return inner
 
 
-def count_devices(equation: jaxprs.Equation) -> int:
-    """How many devices run the body of a ``shard_map``."""
-    sizes = dict(equation.params["mesh"].shape)
-    params = equation.params
-    axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
-    return math.prod(sizes[axis] for axis in axes)
-
-
 def _value(atom: Any, env: Mapping[Any, Any]) -> Weight | _Known | None:
     if hasattr(atom, "val"):
         return _Known(np.asarray(atom.val)) if np.size(atom.val) == 1 else None
@@ -299,16 +290,18 @@ def _value(atom: Any, env: Mapping[Any, Any]) -> Weight | _Known | None:
 
 def _moved(equation: jaxprs.Equation, weight: Weight) -> Weight | None:
     """What a parameter is after an equation that only moves or scales its numbers."""
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
     shape = equation.outvars[0].aval.shape
     match name:
         case "transpose":
-            names = tuple(weight.names[dim] for dim in params["permutation"])
+            names = tuple(weight.names[dim] for dim in primitives.permutation(equation))
         case "squeeze":
-            dims = params["dimensions"]
+            dims = primitives.removed_dims(equation) or ()
             names = tuple(n for i, n in enumerate(weight.names) if i not in dims)
         case "broadcast_in_dim":
-            names = tuple(_broadcast(weight, len(shape), params))
+            dims = primitives.broadcast_dims(equation)
+            by_dim = dict(zip(dims, weight.names, strict=True))
+            names = tuple(map(by_dim.get, range(len(shape))))
         case "reshape":
             return _reshaped(equation, weight)
         case _ if len(shape) == len(weight.names) and len(equation.outvars) == 1:
@@ -318,14 +311,6 @@ def _moved(equation: jaxprs.Equation, weight: Weight) -> Weight | None:
         case _:
             return None
     return Weight(weight.path, names)
-
-
-def _broadcast(
-    weight: Weight, rank: int, params: Mapping[str, Any]
-) -> Iterator[str | None]:
-    places = dict(zip(params["broadcast_dimensions"], weight.names, strict=True))
-    for dim in range(rank):
-        yield places.get(dim)
 
 
 def _reshaped(equation: jaxprs.Equation, weight: Weight) -> Weight:
@@ -349,14 +334,12 @@ def _weight_dims(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """The weight's dims that are summed over, that choose a matrix, and the others."""
     shape = equation.invars[place].aval.shape
+    dims = primitives.dot_dims(equation)
     if equation.primitive.name == "dot_general":
-        contracted, batch = equation.params["dimension_numbers"]
-        groups = tuple(batch[place])
+        groups = dims.batch[place]
     else:
-        numbers = equation.params["ragged_dot_dimension_numbers"]
-        contracted, _ = numbers.dot_dimension_numbers
-        groups = tuple(numbers.rhs_group_dimensions) if place == 1 else ()
-    inner = tuple(contracted[place])
+        groups = primitives.ragged_dims(equation).groups if place == 1 else ()
+    inner = dims.contracted[place]
     kept = tuple(d for d in range(len(shape)) if d not in (*inner, *groups))
     return inner, groups, kept
 
