@@ -12,9 +12,8 @@ from typing import Any
 from tessera.analysis.hlo import Module
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.measured_times import axes_by_instruction
+from tessera.analysis.timeline.event import Event, perfetto
 from tessera.analysis.trace_events import OpEvent
-
-_COMPUTATION = "computation"
 
 
 def measured_timeline(
@@ -32,9 +31,6 @@ def measured_timeline(
       A trace with a lane of computation and one for each combination of axes, in
       microseconds from the execution's first operation; None where no event is one of
       the program's operations, or where the executions cannot be told apart.
-
-    Source:
-      "Trace Event Format", Google, section "Complete Events".
     """
     axes_of = axes_by_instruction(module, ledger)
     own = [event for event in events if event.op in axes_of]
@@ -45,37 +41,16 @@ def measured_timeline(
     )
     if not last:
         return None
-    kinds = {
-        op: _COMPUTATION if axes is None else f"sent over {'×'.join(axes)}"
-        for op, axes in axes_of.items()
-    }
-    lanes = {
-        kind: lane for lane, kind in enumerate(sorted({kinds[e.op] for e in last}))
-    }
-    names = [
-        {
-            "ph": "M",
-            "pid": 0,
-            "tid": lane,
-            "name": "thread_name",
-            "args": {"name": kind},
-        }
-        for kind, lane in lanes.items()
-    ]
     begin = last[0].start
-    entries = [
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": lanes[kinds[event.op]],
-            "name": event.op,
-            "cat": kinds[event.op],
-            "ts": round((event.start - begin) * 1e6, 3),
-            "dur": round((event.end - event.start) * 1e6, 3),
-        }
-        for event in last
-    ]
-    return {"traceEvents": [*names, *entries], "displayTimeUnit": "ms"}
+    drawn = []
+    for event in last:
+        axes = axes_of[event.op]
+        lane = "computation" if axes is None else f"sent over {'×'.join(axes)}"
+        start, spent = event.start - begin, event.end - event.start
+        drawn.append(
+            Event(event.op, "", "", lane, axes or (), lane, start, spent, spent, 1)
+        )
+    return perfetto(drawn, "the last measured execution on the first device")
 
 
 def _last_execution(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Event``: an operation, a transfer or a loop on the time axis of a timeline."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 COMPUTE: Final = "compute"
 LOOP: Final = "loop"
@@ -46,3 +47,47 @@ class Event:
     def total(self) -> float:
         """Seconds of all executions."""
         return self.each * self.times
+
+
+def perfetto(events: Sequence[Event], title: str) -> dict[str, Any]:
+    """Events in Chrome's trace format, times in microseconds, a lane for each stream.
+
+    Args:
+      events: Of one device.
+      title: What they are.
+
+    Source:
+      "Trace Event Format", Google, section "Complete Events".
+    """
+    streams = dict.fromkeys(event.stream for event in events)
+    lanes = {stream: number for number, stream in enumerate(streams)}
+    entries = [_metadata("process_name", 0, title)]
+    entries += [_metadata("thread_name", lane, name) for name, lane in lanes.items()]
+    for event in events:
+        start = round(event.start * 1e6, 3)
+        end = round((event.start + event.duration) * 1e6, 3)
+        is_loop = event.kind == LOOP
+        entries.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": lanes[event.stream],
+                "name": f"{event.name} × {event.times:g}" if is_loop else event.name,
+                "cat": event.kind,
+                "ts": start,
+                "dur": round(end - start, 3),
+                "args": {
+                    "op": event.op_name,
+                    "line": event.source,
+                    "axes": "×".join(event.axes),
+                    "seconds each": event.each,
+                    "times": event.times,
+                    "seconds waited for": event.exposed,
+                },
+            }
+        )
+    return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def _metadata(kind: str, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": lane, "name": kind, "args": {"name": name}}

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from tessera.analysis.source_lines import short
 from tessera.analysis.tables import aligned, format_seconds, html_lines
-from tessera.analysis.timeline import drawing
-from tessera.analysis.timeline.event import LOOP, Event
+from tessera.analysis.timeline.event import LOOP, Event, perfetto
 
 _COLUMNS: Final = (
     *("operation", "kind", "stream", "times", "each", "total"),
@@ -130,14 +129,10 @@ class Timeline:
 
     def as_perfetto(self) -> dict[str, Any]:
         """A trace for ui.perfetto.dev or ``chrome://tracing``, for ``json.dumps``."""
-        return drawing.perfetto(self.events, self.title)
-
-    def as_svg(self) -> str:
-        """A picture, one row for each stream; it needs no other file."""
-        return drawing.svg(self.events, self.seconds, [self.title, *self._summary()])
+        return perfetto(self.events, self.title)
 
     def _repr_html_(self) -> str:
-        return self.as_svg() + html_lines([self.as_text()])
+        return html_lines([self.as_text()])
 
     def _cells(self, event: Event) -> list[str]:
         op = event.op_name

@@ -240,9 +240,9 @@ class RuntimeConfig:
         h100:2x8, hosts and devices of each, or v5e:4x4; null is this machine.
       target_compiler: Which compiler that takes: native is the machine's own, cpu
         stands in for one that is not installed, and its figures are not the target's.
-      timeline_dir: A folder, in which a dry run for a target draws the timeline that
-        it predicts: timeline.svg, and timeline.json for ui.perfetto.dev; null writes
-        no files.
+      timeline_dir: A folder, in which a dry run for a target writes the timeline that
+        it predicts: timeline.json, for ui.perfetto.dev and the report; null writes no
+        file.
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
       compile_cache: A folder, private to the user, for what takes longer than a second

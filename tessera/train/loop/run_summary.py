@@ -105,8 +105,8 @@ def dry_run(run: Run, notes: Sequence[str]) -> None:
         log.info("%s", dry_run_text(run))
         if run.config.runtime.timeline_dir is not None:
             folder = Path(run.config.runtime.timeline_dir)
-            files = write_timeline(run.compiled.timeline, folder)
-            log.info("the timeline is in %s", " and ".join(map(str, files)))
+            file = write_timeline(run.compiled.timeline, folder)
+            log.info("the timeline is in %s", file)
 
 
 def dry_run_text(run: Run) -> str:
@@ -121,27 +121,23 @@ def dry_run_text(run: Run) -> str:
     return "\n\n".join(parts)
 
 
-def write_timeline(timeline: Timeline, folder: Path) -> list[Path]:
-    """Draw the timeline of a dry run.
+def write_timeline(timeline: Timeline, folder: Path) -> Path:
+    """Write the timeline of a dry run.
 
     Args:
       timeline: The prediction.
-      folder: Where to; it is made, and files of an earlier run are overwritten.
+      folder: Where to; it is made, and the file of an earlier run is overwritten.
 
     Returns:
-      ``timeline.svg``, and ``timeline.json`` for ui.perfetto.dev.
+      ``timeline.json``, for ui.perfetto.dev and the report.
 
     Raises:
       OutputPathError: [T504] the folder cannot be made or written.
     """
-    files = {
-        folder / "timeline.svg": timeline.as_svg(),
-        folder / "timeline.json": json.dumps(timeline.as_perfetto()),
-    }
+    path = folder / "timeline.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
+        path.write_text(json.dumps(timeline.as_perfetto()), encoding="utf-8")
     except (OSError, ValueError) as error:
         raise cannot_write(folder, error) from error
-    return list(files)
+    return path
