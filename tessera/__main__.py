@@ -48,6 +48,7 @@ _COMMANDS = {
         "tessera.train.commands.report",
         "write what runs did as a page of HTML",
     ),
+    "explain": ("tessera.errors.explain", "print the page of an error, such as T201"),
     "doctor": (
         "tessera.train.commands.doctor",
         "show versions, devices, and what is wrong",

@@ -134,7 +134,7 @@ def test_the_error_of_split_has_the_arithmetic():
         "[T401] split cannot divide 10 into 3 equal parts\n"
         "  got: shape (2, 10), dim 1, sections 3, remainder 1\n"
         "  fix: use 2 or 5 sections, or a list of the indices at which to split\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 
@@ -218,7 +218,7 @@ def test_the_error_names_the_function_and_both_names():
         "[T401] max is given axis and dim, which are one argument\n"
         "  got: dim=1\n"
         "  fix: leave dim= out\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 

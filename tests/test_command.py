@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 def test_help_lists_the_subcommands(capsys):
     assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
-    for name in ("train", "launch", "export", "generate", "evaluate", "doctor"):
+    for name in ("train", "launch", "export", "generate", "evaluate", "explain"):
         assert f"\n  {name} " in shown
 
 
@@ -79,7 +79,10 @@ def test_the_wheel_has_the_command_and_the_files_of_the_settings():
     module, _, name = tables["project"]["scripts"]["tessera"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
     included = tables["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert included == {"configs": "tessera/configs"}
+    assert included == {
+        "configs": "tessera/configs",
+        "docs/errors": "tessera/errors/pages",
+    }
     assert configs_dir() == ROOT / "configs"
     for path in tables["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]:
         assert (ROOT / path.lstrip("/")).exists(), path
@@ -96,7 +99,8 @@ def own_signals():
 
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
-    "subcommand", ["train", "launch", "export", "generate", "evaluate", "doctor"]
+    "subcommand",
+    ["train", "launch", "export", "generate", "evaluate", "explain", "doctor"],
 )
 def test_each_subcommand_has_help(subcommand, capsys):
     try:

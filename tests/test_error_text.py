@@ -35,7 +35,7 @@ def test_escape_sequences_are_shown_and_not_obeyed():
         f"  got: c{SHOWN}\\r",
         r"  got: d\x85\u202e",
         f"  fix: {SHOWN}",
-        "  docs: docs/errors/T401.md",
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
     ]
     assert error.got == f"c{SHOWN}\\r\nd\\x85\\u202e"
     again = OperandError(error.what, got=error.got, fix=error.fix)

@@ -79,5 +79,5 @@ def test_a_command_of_the_trainer_says_what_to_install(name):
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-2:] == [
         "  fix: run: pip install 'tessera-spmd[train]'",
-        "  docs: docs/errors/T511.md",
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T511.html",
     ]

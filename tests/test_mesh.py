@@ -229,7 +229,7 @@ def test_an_abstract_mesh_says_how_to_get_its_devices(large_mesh):
         "  fix: run it where there are 72 devices, or simulate them: "
         'jax.config.update("jax_num_cpu_devices", 72) before JAX is used\n'
         "  fix: specs, traces and compile-only analysis work on it as it is\n"
-        "  docs: docs/errors/T105.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T105.html"
     )
 
 
@@ -261,7 +261,7 @@ def test_without_a_mesh_there_is_no_current_one():
         "[T106] there is no mesh here\n"
         "  fix: open one with 'with mesh:', or 'with ts.mesh.auto():' "
         "for all devices\n"
-        "  docs: docs/errors/T106.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T106.html"
     )
 
 

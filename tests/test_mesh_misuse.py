@@ -26,7 +26,7 @@ def test_a_ragged_nesting_names_its_rows():
         "[T101] the nested device list is not a full grid\n"
         "  got: [[0, 1], [2]]: rows of 1 and 2 devices\n"
         "  fix: give every row the same number of devices\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 
@@ -35,7 +35,7 @@ def test_a_nesting_of_another_depth_than_the_axes():
         "[T101] the nesting of devices has one level per axis\n"
         "  got: 2 axes ('tp', 'dp'), devices nested 1 × 1 × 2\n"
         "  fix: name 3 axes, or give devices as a flat sequence\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 
@@ -53,7 +53,7 @@ def test_a_product_that_does_not_match_shows_the_arithmetic():
         "[T101] the shape does not hold the devices\n"
         "  got: tp 4 × dp 3 = 12, and 16 devices\n"
         "  fix: list 12 devices, or use a shape such as 4 × 4\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 
@@ -64,7 +64,7 @@ def test_a_size_that_cannot_be_inferred_names_the_nearest_device_counts():
         "[T101] the shape does not hold the devices\n"
         "  got: tp 4 × dp -1: 4 does not divide 10 devices\n"
         "  fix: use 8 or 12 devices, or sizes whose product divides 10\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 
@@ -119,7 +119,7 @@ def test_what_is_said_of_too_many_devices():
         "[T101] a mesh has at most 1,048,576 devices\n"
         "  got: shape of 200,000,000,000,000,000,000 devices\n"
         "  fix: check the sizes: they multiply to the number of devices\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 
@@ -163,7 +163,7 @@ def test_a_repeated_axis_is_named():
         "[T102] a mesh names one axis twice\n"
         "  got: axes ('tp', 'dp', 'tp'): 'tp' is repeated\n"
         "  fix: give every axis a name of its own\n"
-        "  docs: docs/errors/T102.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T102.html"
     )
 
 
@@ -180,7 +180,7 @@ def test_an_unknown_axis_comes_with_a_guess(grid_mesh):
         "[T103] the mesh has no axis 'tpp'\n"
         "  got: dp × tp mesh, 2 × 4\n"
         "  fix: did you mean 'tp'? Known: 'dp', 'tp'\n"
-        "  docs: docs/errors/T103.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T103.html"
     )
 
 
@@ -189,7 +189,7 @@ def test_a_repeated_device_is_named():
         "[T104] a mesh holds one device twice\n"
         "  got: device ids 0, 1, 1, 3: 1 repeated\n"
         "  fix: list every device once\n"
-        "  docs: docs/errors/T104.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T104.html"
     )
 
 

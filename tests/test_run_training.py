@@ -273,14 +273,14 @@ MISTAKES = {
         "  got: model.mesh_shape=[[4,2],[fspd,tp]]\n"
         "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'ep_outer', 'ep', 'cp', "
         "'tp', 'pp'\n"
-        "  docs: docs/errors/T103.md\n",
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T103.html\n",
     ),
     "heads": (
         ["model.mesh_shape=[[1,3],[fsdp,tp]]"],
         "[T402] 4 attention heads cannot be divided over mesh axis 'tp'\n"
         "  got: num_heads = 4, num_kv_heads = 2, axis size 3, remainder 1\n"
         "  fix: use tp 2 or 4\n"
-        "  docs: docs/errors/T402.md\n",
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T402.html\n",
     ),
     "misspelt": (
         ["training.step=5"],
@@ -299,7 +299,7 @@ MISTAKES = {
         "document\n"
         "  fix: use a model.vocab_size of at least 257, or a tokenizer with "
         "fewer ids\n"
-        "  docs: docs/errors/T603.md\n",
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T603.html\n",
     ),
     "too_little_data": (
         ["data=synthetic", "data.synthetic.tokens=500"],
@@ -349,7 +349,9 @@ def test_a_mistake_ends_the_process_with_code_two(tmp_path):
     assert process.returncode == 2
     assert seen == ""
     assert errors.startswith(MISTAKES["misspelt"][1])
-    assert errors.endswith("\n  docs: docs/errors/T501.md\n")
+    assert errors.endswith(
+        "\n  docs: https://tessera-spmd.github.io/tessera/errors/T501.html\n"
+    )
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
 

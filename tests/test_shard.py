@@ -103,7 +103,7 @@ def test_an_indivisible_dim_shows_the_arithmetic_and_the_nearest_sizes():
         "('tp',)\n"
         "  got: shape (2560, 10242), dim 1 = 10242, axis size 4\n"
         "  fix: use 10240 or 10244, or drop 'tp' from the spec\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
 
 
@@ -114,7 +114,7 @@ def test_an_indivisible_dim_over_several_axes_shows_their_product(grid_mesh):
         "[T201] tensor cannot be split evenly over mesh axes ('dp', 'tp')\n"
         "  got: shape (6,), dim 0 = 6, axis size 8 (dp 2 × tp 4)\n"
         "  fix: use 8, or drop 'dp' or 'tp' from the spec\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
 
 
@@ -130,7 +130,7 @@ def test_all_mismatches_are_told_at_once(grid_mesh):
         "  fix: use 2 or 4, or drop 'dp' from the spec\n"
         "  fix: did you mean 'tp'? Known: 'dp', 'tp'\n"
         "  fix: use a dim from -2 to 1: the array has 2 dims\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
 
 
@@ -141,7 +141,7 @@ def test_an_axis_splits_one_dim_only():
         "[T202] mesh axis 'tp' is used twice in one ShardSpec\n"
         "  got: mesh_axes ('tp', ('dp', 'tp'))\n"
         "  fix: an axis splits one dim only: drop one of its uses\n"
-        "  docs: docs/errors/T202.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T202.html"
     )
 
 
@@ -163,7 +163,7 @@ def test_a_misspelt_dim_name_comes_with_a_guess(grid_mesh):
         "  got: shape (4, 4)\n"
         "  fix: did you mean 'heads'? Known: 'heads', 'width', 'row', 'col', "
         "or a dim number\n"
-        "  docs: docs/errors/T203.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T203.html"
     )
 
 
@@ -174,7 +174,7 @@ def test_dims_and_axes_are_paired():
         "[T204] a ShardSpec pairs every dim with mesh axes\n"
         "  got: 2 dims ('row', 'col'), 1 mesh axes ('tp',)\n"
         "  fix: give as many mesh axes as dims; None leaves a dim whole\n"
-        "  docs: docs/errors/T204.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
 
 
@@ -185,7 +185,7 @@ def test_what_becomes_of_uneven_dims_is_one_of_two_words():
         "[T204] a ShardSpec says what becomes of dims that do not divide\n"
         "  got: uneven='padded'\n"
         "  fix: write uneven='error', or uneven='pad'\n"
-        "  docs: docs/errors/T204.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
 
 
@@ -223,7 +223,7 @@ def test_one_dim_under_two_names(grid_mesh):
         "[T204] the spec of tensor names dim 0 twice\n"
         "  got: 'row' and 0 are the same dim\n"
         "  fix: join their mesh axes into one tuple, or drop one of them\n"
-        "  docs: docs/errors/T204.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
 
 

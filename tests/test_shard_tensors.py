@@ -252,7 +252,7 @@ def test_an_unknown_dtype_comes_with_a_guess():
         "[T207] there is no dtype 'bf61'\n"
         "  fix: did you mean 'bf16'? Known: 'f32', 'bf16', 'f16', 'f64', 'f8_e4m3', "
         "'f8_e5m2', 'i8', 'i16', 'i32', 'i64', 'u8', 'u16', 'u32', 'u64', 'bool'\n"
-        "  docs: docs/errors/T207.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T207.html"
     )
 
 
@@ -271,7 +271,7 @@ def test_a_layout_needs_a_mesh():
         "[T106] tensor 'E' has a layout and no mesh\n"
         "  got: ShardSpec(partition=(0,), mesh_axes=('tp',))\n"
         "  fix: pass mesh=, or declare it inside 'with mesh:'\n"
-        "  docs: docs/errors/T106.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T106.html"
     )
 
 
@@ -300,7 +300,7 @@ def test_an_unknown_init_comes_with_a_guess():
         "  got: init 'zeroes'\n"
         "  fix: did you mean 'zeros'? Known: 'zeros', 'ones', 'normal', "
         "or a callable of (key, shape, dtype)\n"
-        "  docs: docs/errors/T207.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T207.html"
     )
 
 

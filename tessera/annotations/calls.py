@@ -35,7 +35,7 @@ def bind_call(
       positional arguments
         got: 3 positional arguments
         fix: call it as scaled(x, factor=2)
-        docs: docs/errors/T301.md
+        docs: https://tessera-spmd.github.io/tessera/errors/T301.html
     """
     try:
         return signature.bind(*args, **kwargs)

@@ -6,7 +6,7 @@ A message says what is wrong, the offending values (with the arithmetic), and th
     [T201] parameter 'up' cannot be split evenly over mesh axes ('tp',)
       got: shape (2560, 10242), dim 1 = 10242, axis size 4
       fix: use 10240 or 10244, or drop 'tp' from the spec
-      docs: docs/errors/T201.md
+      docs: https://tessera-spmd.github.io/tessera/errors/T201.html
 
 The first digit of a code is its topic, one module for each. ``assert`` is for bugs in
 Tessera itself.

@@ -3,9 +3,12 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from tessera.errors.untrusted_text import printable
+
+SITE: Final = "https://tessera-spmd.github.io/tessera"
+"""Where the documentation is; ``tessera explain`` prints an error's page without it."""
 
 
 class TesseraError(Exception):
@@ -23,7 +26,7 @@ class TesseraError(Exception):
       ...
       tessera.errors.NoMeshError: [T106] there is no mesh here
         fix: open one with 'with mesh:'
-        docs: docs/errors/T106.md
+        docs: https://tessera-spmd.github.io/tessera/errors/T106.html
     """
 
     code: ClassVar[str] = "T000"
@@ -42,7 +45,7 @@ class TesseraError(Exception):
         lines = [f"[{self.code}] {self.what}"]
         lines += [f"  got: {line}" for line in self.got.split("\n") if line]
         lines += [f"  fix: {line}" for line in self.fix.split("\n") if line]
-        lines += [f"  docs: docs/errors/{self.code}.md"]
+        lines += [f"  docs: {SITE}/errors/{self.code}.html"]
         super().__init__("\n".join(lines))
 
 

@@ -67,7 +67,7 @@ def test_anything_else_is_refused(size):
         "[T210] the budget of tp is not a number of bytes\n"
         f"  got: {size!r}\n"
         '  fix: use an integer of 0 or more, or text such as "40MB" or "1.5GiB"\n'
-        "  docs: docs/errors/T210.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T210.html"
     )
 
 
@@ -109,7 +109,7 @@ def test_everything_that_is_exceeded_is_listed_with_its_lines():
         "NamedSharding(mesh.jax, P(P.UNCONSTRAINED, 'tp')))\n"
         "  fix: raise the budget, or declare other layouts at the lines above; "
         "print(ledger.as_text()) shows every collective\n"
-        "  docs: docs/errors/T209.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T209.html"
     )
 
 
@@ -144,5 +144,5 @@ def test_an_axis_that_does_not_exist_is_no_budget():
         "[T210] a budget is for mesh axis 'unplaned', which the program does not have\n"
         "  got: axes ('dp', 'tp')\n"
         "  fix: did you mean 'unplanned'? Known: 'dp', 'tp', 'total', 'unplanned'\n"
-        "  docs: docs/errors/T210.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T210.html"
     )

@@ -363,7 +363,7 @@ def test_the_mesh_of_another_program_is_refused(mesh):
         "[T101] the ledger's mesh is not the one that the program was compiled for\n"
         "  got: dp × tp mesh, 2 × 4 = 8 devices, a program for 4\n"
         "  fix: pass the mesh that the program was lowered on\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 

@@ -20,7 +20,7 @@ from tessera.errors import AnnotationError, DimError
 FIX = (
     "  fix: give each symbol one size and each array its dtype, or loosen the "
     'annotation: "_" is any size, ... any number of dims\n'
-    "  docs: docs/errors/T315.md"
+    "  docs: https://tessera-spmd.github.io/tessera/errors/T315.html"
 )
 
 

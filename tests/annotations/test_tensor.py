@@ -143,7 +143,7 @@ def test_the_refusal_says_what_may_stand_there():
         "  got: it names a dtype: write ts.f32\n"
         '  fix: write dims, then a dtype: ts.Tensor["B", "2*D", 8, ts.f32]; a dim is a '
         'symbol, an expression of symbols, a size, "_", "*name" or ...\n'
-        "  docs: docs/errors/T315.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T315.html"
     )
 
 

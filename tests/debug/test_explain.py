@@ -231,7 +231,7 @@ def test_a_model_that_can_take_neither_is_refused_for_what_it_was_given(model, b
         "[T401] an operation takes arrays, not a dict\n"
         f"  got: dict of {', '.join(map(repr, batch))}\n"
         f"  fix: pass one of its arrays, such as batch[{field!r}]\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 

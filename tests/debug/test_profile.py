@@ -100,5 +100,5 @@ def test_a_step_that_never_ran_cannot_be_profiled():
     assert str(caught.value) == (
         "[T302] there is no step to profile: none was run yet\n"
         "  fix: run one first, or pass its arguments too: dist.profile(step, batch)\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )

@@ -336,7 +336,9 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
 def assert_is_taken_away(said: str, away: Path) -> None:
     """See that the run says so, and that its folder is whole in the other place."""
     assert "[T504] the folder of the run is not where it was" in said
-    assert said.rstrip().endswith("  docs: docs/errors/T504.md")
+    assert said.rstrip().endswith(
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
+    )
     # What was there can be gone on from when it is back.
     assert (away / "lock.1").exists()
     assert [*map(json.loads, (away / "metrics.jsonl").read_text().splitlines())]
@@ -394,7 +396,9 @@ def test_a_folder_that_is_taken_away_under_way_ends_the_run(
         assert [path.name for path in folder.iterdir()] == ["mine.txt"]
     else:
         assert "[T504] the folder of the run is not where it was" in said
-        assert said.rstrip().endswith("  docs: docs/errors/T504.md")
+        assert said.rstrip().endswith(
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
+        )
         assert not folder.exists()
 
 

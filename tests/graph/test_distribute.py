@@ -221,7 +221,7 @@ def test_results_have_to_be_named_where_nothing_shows_what_they_replace():
         "  got: weights/bias, momentum/bias and what is beside them are like it, and "
         "lie differently\n"
         "  fix: say for each result what it is: results=['params', 'optimizer_state']\n"
-        "  docs: docs/errors/T324.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T324.html"
     )
     named = specs_of_results(update, results=["optimizer_state", "params"])
     assert named == [P(None, "dp"), P()]
@@ -339,7 +339,7 @@ def test_experts_have_to_be_named():
         "[T313] strategy 'expert_parallel' has to know which parameters are experts\n"
         "  got: experts=None\n"
         "  fix: say experts='weights/experts', whose arrays are [experts, in, out]\n"
-        "  docs: docs/errors/T313.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )
     text = message(StrategyError, lambda: ts.distribute("fsdp", experts="experts"))
     assert "strategy 'fsdp' splits no experts" in text
@@ -367,7 +367,7 @@ def test_an_argument_that_is_named_has_to_exist():
         "[T313] 'step' has no argument 'wieghts'\n"
         "  got: params='wieghts'\n"
         "  fix: did you mean 'weights'? Known: 'weights', 'optimizer_state', 'batch'\n"
-        "  docs: docs/errors/T313.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )
 
 
@@ -389,7 +389,7 @@ def test_a_mesh_without_the_axis_is_refused():
         "  got: dp mesh, 8\n"
         "  fix: name one of the mesh's: mesh_axes=['dp']\n"
         "  fix: did you mean 'dp'? Known: 'dp'\n"
-        "  docs: docs/errors/T103.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T103.html"
     )
 
 

@@ -23,7 +23,7 @@ def test_an_unknown_strategy_gets_a_hint():
         "  fix: did you mean 'data_parallel'? Known: 'data_parallel', 'fsdp', "
         "'zero_redundancy_optimizer', 'tensor_parallel', 'pipeline_parallel', "
         "'expert_parallel'\n"
-        "  docs: docs/errors/T313.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )
 
 
@@ -44,5 +44,5 @@ def test_a_stage_that_does_not_exist_is_refused(strategy, stage, fix):
         f"[T313] strategy {strategy!r} has no such stage\n"
         f"  got: stage={stage}\n"
         f"  fix: {fix}\n"
-        "  docs: docs/errors/T313.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )

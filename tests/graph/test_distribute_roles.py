@@ -171,7 +171,7 @@ def test_data_in_several_arguments_has_to_be_named():
         "  got: x, y: a loss reads them, and no gradient is taken by them\n"
         "  fix: say it: ts.distribute('fsdp', batch=['x', 'y'])\n"
         "  fix: and likewise params=, gradients=, optimizer_state=\n"
-        "  docs: docs/errors/T324.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T324.html"
     )
     named = ts.distribute("fsdp", batch=["x", "y"])(step)
     found = specs(named, THETA, DATA["x"], DATA["y"])

@@ -137,7 +137,7 @@ def test_a_gradient_of_a_value_needs_its_program():
         "  fix: leave jax.disable_jit() out: print, jax.debug.print and "
         "jax.debug.breakpoint work in a program\n"
         "  fix: or use ts.value_and_grad(function)\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -272,7 +272,7 @@ def test_autocast_strategies_and_pipelines_are_refused(dp_mesh):
         "and here operations run one by one\n"
         "  got: ts.autocast('bfloat16') and jax.disable_jit()\n"
         "  fix: leave jax.disable_jit() out, or ts.autocast(..., enabled=False)\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
     with jax.disable_jit(), ts.autocast("bf16"), pytest.raises(OutsideTraceError):
         ts.function(jnp.sin)(X)
@@ -292,7 +292,7 @@ def test_autocast_strategies_and_pipelines_are_refused(dp_mesh):
         "one\n"
         "  got: jax.disable_jit() around a call with a graph.pipeline\n"
         "  fix: leave jax.disable_jit() out, or call the stages without the pipeline\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
     spread = ts.function(mesh=dp_mesh)(ts.distribute("data_parallel")(jnp.sin))
@@ -302,7 +302,7 @@ def test_autocast_strategies_and_pipelines_are_refused(dp_mesh):
         "[T302] a strategy infers from the program what each argument is\n"
         "  got: jax.disable_jit() around a call under ts.distribute\n"
         "  fix: leave jax.disable_jit() out, or ts.distribute\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 

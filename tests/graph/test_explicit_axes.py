@@ -207,7 +207,7 @@ def test_arrays_of_both_types_of_axes_do_not_meet_in_one_step(mesh):
         f"  got: x × y mesh, 4 × 2 of devices {ids}: y\n"
         "  fix: put them on one mesh: jax.device_put(x, spec.named(x.shape, mesh))\n"
         f"{FIX}"
-        "  docs: docs/errors/T308.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T308.html"
     )
 
 
@@ -221,7 +221,7 @@ def test_an_operation_with_a_layout_of_its_own_needs_auto_axes():
         "JAX does not reshard by itself\n"
         "  got: Mesh(dp=4, tp=2; Explicit axes dp, tp; devices 0..7)\n"
         f"{FIX}"
-        "  docs: docs/errors/T205.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T205.html"
     )
 
 

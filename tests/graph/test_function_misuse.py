@@ -24,7 +24,7 @@ def test_a_call_that_does_not_fit_names_the_function_and_its_signature():
         "[T301] 'update' cannot be called like this: too many positional arguments\n"
         "  got: 3 positional arguments, and by keyword 'rate'\n"
         "  fix: call it as update(weights, batch, *, rate=0.1)\n"
-        "  docs: docs/errors/T301.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T301.html"
     )
     with pytest.raises(ArgumentError, match="missing a required argument: 'batch'"):
         update.trace(X)

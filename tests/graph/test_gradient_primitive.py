@@ -99,7 +99,7 @@ def test_a_gradient_needs_a_function_that_is_traced():
         "  got: a loss of type ArrayImpl\n"
         "  fix: call it in a function decorated with @ts.function, where the loss is "
         "computed\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -133,7 +133,7 @@ def test_a_loss_is_one_floating_point_number(loss, got):
         "[T304] a loss must be one floating-point number\n"
         f"  got: {got}\n"
         "  fix: reduce it first, e.g. with .mean()\n"
-        "  docs: docs/errors/T304.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T304.html"
     )
 
 
@@ -146,7 +146,7 @@ def test_weights_are_floating_point_arrays():
         "[T304] weight 'opt/count' cannot be differentiated by\n"
         "  got: dtype int32, shape ()\n"
         "  fix: give ts.grad floating-point weights only\n"
-        "  docs: docs/errors/T304.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T304.html"
     )
 
 
@@ -159,7 +159,7 @@ def test_jax_cannot_differentiate_a_gradient():
         "  got: a gradient taken in the function that jax.grad is applied to\n"
         "  fix: use ts.value_and_grad(function) in it, which any transformation takes\n"
         "  fix: or take the gradient outside jax.grad, by ts.grad\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -184,7 +184,7 @@ def test_examples_that_share_a_weight_are_not_told_apart():
         "  got: a loss for each example, differentiated by 'w'\n"
         "  fix: use ts.value_and_grad(function) in the function that is mapped\n"
         "  fix: or take ts.grad of the sum of the losses, outside jax.vmap\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -221,7 +221,7 @@ def test_backward_needs_a_step():
     assert message_of(graph.backward, jnp.sum(X)) == (
         "[T302] graph.backward differentiates by parameters, and no step is traced\n"
         "  fix: call it in a function decorated with @graph.training_step\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -235,7 +235,7 @@ def test_backward_needs_a_parameter():
         "  got: 1 parameters, none of them trainable\n"
         "  fix: compute the loss with an operation that owns parameters or with a "
         "trainable dist.tensor, or use ts.grad(loss, weights)\n"
-        "  docs: docs/errors/T303.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T303.html"
     )
 
 

@@ -312,7 +312,7 @@ def test_arguments_on_different_meshes_are_listed(dp_mesh, grid_mesh):
         "  got: params['w']: Mesh(dp=2, tp=4; devices 0..7)\n"
         "  got: x: Mesh(dp=8; devices 0..7)\n"
         "  fix: put them on one mesh, with jax.device_put or mesh=\n"
-        "  docs: docs/errors/T308.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T308.html"
     )
 
 
@@ -321,7 +321,7 @@ def test_a_kernel_needs_a_mesh():
         "[T106] a kernel needs a mesh, and no argument is on one\n"
         "  got: arguments x\n"
         "  fix: call it inside 'with mesh:', or pass arrays that have a layout\n"
-        "  docs: docs/errors/T106.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T106.html"
     )
 
 
@@ -333,7 +333,7 @@ def test_a_traced_argument_that_hides_its_layout_is_refused(dp_mesh):
         "  fix: declare it: @op.kernel(layouts={'x': dist.ShardSpec(...)}), or "
         "dist.ShardSpec.replicated()\n"
         "  fix: or compile with ts.jit, which keeps the layouts of its arguments\n"
-        "  docs: docs/errors/T208.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T208.html"
     )
     message_of(KernelError, jax.vmap(dp_step), x)
 
@@ -364,7 +364,7 @@ def test_a_layout_for_no_argument_comes_with_a_guess():
         "[T208] a layout is given for 'hiden', which is no argument\n"
         "  got: body(hidden)\n"
         "  fix: did you mean 'hidden'? Known: 'hidden'\n"
-        "  docs: docs/errors/T208.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T208.html"
     )
 
 
@@ -381,7 +381,7 @@ def test_a_result_that_is_no_array(dp_mesh):
         "[T208] a kernel returns something that is not an array\n"
         "  got: 'x', of type str\n"
         "  fix: return arrays or numbers, or trees of them\n"
-        "  docs: docs/errors/T208.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T208.html"
     )
 
 

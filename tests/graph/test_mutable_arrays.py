@@ -313,7 +313,7 @@ def test_what_cannot_be_given_back_is_refused(call, what, got, fix):
     with pytest.raises(WriteBackError) as caught:
         call(ref)
     assert str(caught.value) == (
-        f"[T320] {what}\n  got: {got}\n  fix: {fix}\n  docs: docs/errors/T320.md"
+        f"[T320] {what}\n  got: {got}\n  fix: {fix}\n  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )
     np.testing.assert_array_equal(ref[...], X)
 

@@ -47,7 +47,7 @@ def test_a_static_attribute_that_cannot_be_compared_is_refused():
         "[T301] a static attribute of 'model' cannot be told from others\n"
         "  got: unhashable type: 'Unlike', in a Holder\n"
         "  fix: make it a value that hashes, such as a tuple, or nnx.data(...)\n"
-        "  docs: docs/errors/T301.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T301.html"
     )
 
 
@@ -87,7 +87,7 @@ def test_another_variable_in_a_state_is_refused():
         "[T320] a State among the arguments was changed, and cannot be given back\n"
         "  got: another object in the place of one that it held\n"
         "  fix: return it, or change the objects that it holds\n"
-        "  docs: docs/errors/T320.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )
 
 
@@ -114,7 +114,7 @@ def test_another_object_in_the_place_of_an_entry_is_refused():
         "one\n"
         "  got: a Block before\n"
         "  fix: return the new object, or change the one that is there\n"
-        "  docs: docs/errors/T320.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )
 
 
@@ -137,7 +137,7 @@ def test_a_module_that_is_closed_over_is_not_changed():
         "  fix: in a loop, a branch or a transformation use Flax's own: nnx.scan, "
         "nnx.cond, nnx.vmap\n"
         "  fix: in a stage of a pipeline return what is new\n"
-        "  docs: docs/errors/T320.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )
     check_equal(state_of(model), before)
 
@@ -154,7 +154,7 @@ def test_a_kernel_takes_the_arrays_of_a_module(dp_mesh):
         "[T208] a kernel is for arrays, and 'layer' holds NNX objects\n"
         "  got: a Linear\n"
         "  fix: pass its arrays: layer.kernel[...]\n"
-        "  docs: docs/errors/T208.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T208.html"
     )
     rows = jax.device_put(X, NamedSharding(dp_mesh.jax, P("dp")))
     found = project(layer.kernel[...], rows)
@@ -178,7 +178,7 @@ def test_tensor_parallel_takes_the_arrays_of_a_module():
         "  got: a Linear, which no annotation describes\n"
         '  fix: give \'whole\' its arrays: kernel: ts.Tensor["D_in", "D_out"], and '
         "layer.kernel[...] in the call\n"
-        "  docs: docs/errors/T313.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )
 
     @ts.function(mesh=mesh)

@@ -265,7 +265,7 @@ def test_what_divides_is_stored_as_it_is(dp_mesh):
 # --- where nothing can be padded
 
 GOT = "  got: shape (10, 3), dim 0 = 10, axis size 8\n"
-SIZES = "  fix: use 8 or 16, or drop 'dp' from the spec\n  docs: docs/errors/T201.md"
+SIZES = "  fix: use 8 or 16, or drop 'dp' from the spec\n  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
 
 
 def with_constraint(w, mesh):

@@ -72,7 +72,7 @@ def test_a_pass_that_does_not_exist_cannot_be_skipped(graph):
         "  fix: did you mean 'autocast'? Known: 'schedule_pipelines', "
         "'differentiate_losses', 'autocast', "
         "'widen_sums', 'orient_matmuls', 'assign_output_layouts', 'compute_whole'\n"
-        "  docs: docs/errors/T307.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T307.html"
     )
 
 

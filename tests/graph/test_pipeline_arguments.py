@@ -337,7 +337,7 @@ def test_the_error_names_the_arguments_the_line_and_the_cure():
     assert after.partition("\n")[2] == (
         "  fix: name those that have: graph.pipeline(..., batch=[...])\n"
         "  fix: all others are replicated to every stage that reads them\n"
-        "  docs: docs/errors/T324.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T324.html"
     )
 
 
@@ -367,7 +367,7 @@ def test_named_rows_are_as_many_as_each_other():
         "  got: x: 8\n"
         "  got: y: 3\n"
         "  fix: give each array one row for each example\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 
@@ -384,7 +384,7 @@ def test_names_of_the_batch_exist():
         "[T324] a pipeline has no array 'x/y' among its arguments to take for its "
         "batch\n"
         "  fix: did you mean 'x/z'? Known: 'x/z'\n"
-        "  docs: docs/errors/T324.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T324.html"
     )
 
 

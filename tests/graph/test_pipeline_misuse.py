@@ -53,7 +53,7 @@ def test_a_pipelined_function_that_changes_an_argument_is_refused():
         "given back\n"
         "  got: another value of 'state/calls'\n"
         "  fix: in a stage of a pipeline return what is new\n"
-        "  docs: docs/errors/T320.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )
     assert state == {"calls": 0}
 
@@ -69,7 +69,7 @@ def test_each_stage_is_called_once_and_in_order(called):
         f"  got: it ran {ran}; stages: 'a', 'b'\n"
         "  fix: call them one after the other on each other's results, or list them in "
         "the order of the calls\n"
-        "  docs: docs/errors/T312.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T312.html"
     )
 
 
@@ -80,7 +80,7 @@ def test_there_is_a_stage_for_each_device():
         "  got: 3 stages, 2 devices\n"
         "  fix: use 2 stages, or a multiple of 2 with schedule='interleaved', or "
         "another mesh\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
     with pytest.raises(errors.PipelineSizeError):
         model_of(*"abc", called="abc", schedule="interleaved")
@@ -206,7 +206,7 @@ def test_the_rows_of_a_pipeline_are_those_of_the_step():
         "argument of the step\n"
         "  fix: give the pipeline the rows of the step's arguments, as many and in the "
         "same order\n"
-        "  docs: docs/errors/T312.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T312.html"
     )
 
 

@@ -138,5 +138,5 @@ def test_a_rule_that_gives_a_gradient_of_another_shape_is_refused():
         "  got: shape (3,) for a weight of shape (4,)\n"
         f"  got: ts.grad was called at {__file__}:{line}\n"
         "  fix: return a gradient of the shape of each argument from the rule\n"
-        "  docs: docs/errors/T317.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T317.html"
     )

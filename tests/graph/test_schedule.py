@@ -103,7 +103,7 @@ def test_a_number_of_microbatches_is_positive_and_whole(count):
         "[T311] a pipeline's number of microbatches is a positive whole number\n"
         f"  got: pipeline_microbatches({count!r})\n"
         "  fix: use 1 or more, or None to leave it to the pipeline\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 

@@ -164,7 +164,7 @@ def test_parameters_are_not_known_before_the_step_was_traced():
     text = (
         "[T306] the parameters of step 'step' are not known yet\n"
         "  fix: give init an example: step.init(key, batch)\n"
-        "  docs: docs/errors/T306.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T306.html"
     )
     with pytest.raises(ParameterTreeError) as caught:
         step.params  # noqa: B018 - raises
@@ -276,7 +276,7 @@ def test_a_wrong_tree_is_refused_with_every_difference():
         "  got: mlp/bias: float, declared float32[8]\n"
         "  got: mlp/down: bfloat16[16, 8], declared float32[16, 8]\n"
         "  fix: assign a tree like step.params\n"
-        "  docs: docs/errors/T306.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T306.html"
     )
     assert step.params["mlp"]["up"] is before["mlp"]["up"]
 
@@ -304,7 +304,7 @@ def test_a_parameter_cannot_change_its_shape():
         "  got: float32[4, 2], before float32[8, 2]\n"
         "  fix: call the step with arrays of the feature sizes it was first called "
         "with\n"
-        "  docs: docs/errors/T306.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T306.html"
     )
     step(ROWS)
 

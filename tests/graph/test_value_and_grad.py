@@ -221,7 +221,7 @@ def test_there_has_to_be_such_an_argument():
         "[T301] 'loss_of' is not called with what ts.value_and_grad differentiates by\n"
         "  got: argnums='weights', arguments w, x\n"
         "  fix: Known: 'w', 'x'\n"
-        "  docs: docs/errors/T301.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T301.html"
     )
     text = message_of(ArgumentError, ts.value_and_grad(loss_of, 2), W, X)
     assert "got: argnums=2, arguments w, x" in text

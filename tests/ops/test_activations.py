@@ -114,7 +114,7 @@ def test_a_missing_key_and_a_rate_that_is_none_are_errors():
         "[T401] dropout needs a key\n"
         "  got: rate 0.5, key=None\n"
         "  fix: pass key=jax.random.fold_in(key, step), or deterministic=True\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
     with pytest.raises(OperandError, match="rate 50"):
         dropout(jnp.ones(8), 50, key=KEY)

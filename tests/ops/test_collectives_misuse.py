@@ -28,7 +28,7 @@ def test_an_unknown_axis_comes_with_a_guess(grid_mesh):
         "[T103] the mesh has no axis 'dpp'\n"
         "  got: dp × tp mesh, 2 × 4\n"
         "  fix: did you mean 'dp'? Known: 'dp', 'tp'\n"
-        "  docs: docs/errors/T103.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T103.html"
     )
 
 
@@ -38,7 +38,7 @@ def test_an_unknown_axis_in_a_region_comes_with_a_guess(grid_mesh):
         "[T103] the mesh has no axis 'ttp'\n"
         "  got: this region is manual over 'dp', 'tp'\n"
         "  fix: did you mean 'tp'? Known: 'dp', 'tp'\n"
-        "  docs: docs/errors/T103.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T103.html"
     )
 
 
@@ -54,7 +54,7 @@ def test_an_axis_that_is_not_manual_is_named(grid_mesh):
         "[T206] mesh axis 'dp' is not manual here\n"
         "  got: this region is manual over 'tp'\n"
         "  fix: name a manual axis: XLA partitions over the others\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
 
 
@@ -64,7 +64,7 @@ def test_an_indivisible_block_shows_the_arithmetic(grid_mesh):
         "[T201] a block cannot be divided evenly over mesh axes ('tp',)\n"
         "  got: block of shape (6, 6), dim 0 = 6, axis size 4\n"
         "  fix: make dim 0 of the block 4 or 8, or use another dim\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
     for call in (
         lambda: dist.reduce_scatter(x, "tp", dim=1),
@@ -79,7 +79,7 @@ def test_all_gather_of_an_array_that_is_not_split_needs_a_dim(grid_mesh):
         "[T206] mesh axes ('tp',) split no dim of this array\n"
         f"  got: shape (8, 2), layout {P('dp')}\n"
         "  fix: name a dim, with dim=\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_dim_that_is_not_there(grid_mesh):
         "[T203] the operand has no dim 2\n"
         "  got: shape (8, 2)\n"
         "  fix: use a dim from -2 to 1\n"
-        "  docs: docs/errors/T203.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T203.html"
     )
     scalar = on(grid_mesh, np.float32(3))
     message = message_of(DimError, dist.gather, scalar, "dp")
@@ -109,7 +109,7 @@ def test_a_rank_that_is_not_there(grid_mesh, rank):
         f"[T206] mesh axes ('tp',) have no rank {rank}\n"
         "  got: 4 devices along them\n"
         "  fix: use a rank from 0 to 3\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
 
 
@@ -159,7 +159,7 @@ def test_a_traced_array_that_hides_its_layout_is_refused(dp_mesh):
         "[T206] a collective cannot see how this traced array is split\n"
         "  got: float32[8], traced by a transformation that hides layouts\n"
         "  fix: call it inside @op.kernel, where every device has its own block\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
 
 

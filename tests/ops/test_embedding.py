@@ -141,5 +141,5 @@ def test_an_embedding_of_numbers_that_are_none_is_an_error():
         "[T401] embedding takes integers, and a floating-point table [R, D]\n"
         "  got: numbers float32[16, 4], table int32[4, 3]\n"
         "  fix: pass the numbers first and the table second\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )

@@ -382,7 +382,7 @@ def test_everything_that_does_not_fit_is_shown_at_once():
         "  fix: pass vocab_dim=1: its dim 0 has that size\n"
         "  fix: use a positive soft_cap, or None\n"
         "  fix: use 1 or more, or None\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 

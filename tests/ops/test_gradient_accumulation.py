@@ -200,7 +200,7 @@ def test_rows_that_cannot_be_divided_are_an_error_with_the_nearest_numbers():
         "[T503] a batch cannot be divided into 5 microbatches\n"
         "  got: 12 rows, remainder 2\n"
         "  fix: use 4 or 6 microbatches\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 

@@ -34,7 +34,7 @@ def test_gradients_that_jax_has_summed_already_are_refused():
         "  got: float32[4], the same on every device\n"
         "  fix: differentiate by each device's own parameters: own = "
         "dist.per_device(params, axis='dp')\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
 
 

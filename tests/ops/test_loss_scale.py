@@ -186,7 +186,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_with_the_counts():
         "[T506] gradients overflow with the smallest loss scale\n"
         "  got: loss scale 1, overflows: 1 in a row, 3 in all\n"
         "  fix: use bf16, which needs no loss scale, or a lower learning rate\n"
-        "  docs: docs/errors/T506.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T506.html"
     )
     scale.adjust(jnp.bool_(True)).check()
 

@@ -187,7 +187,10 @@ def test_split_logits_are_never_collected_on_one_device(spec, grid_mesh):
 def test_operands_that_do_not_fit_are_shown(logits, labels, text):
     with pytest.raises(OperandError) as caught:
         cross_entropy(logits, labels)
-    assert str(caught.value) == text + "  docs: docs/errors/T401.md"
+    assert (
+        str(caught.value)
+        == text + "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
+    )
 
 
 def test_a_reduction_that_does_not_exist():

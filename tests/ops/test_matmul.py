@@ -84,7 +84,7 @@ def test_it_is_part_of_a_step(dp_mesh):
             "  got: shapes (2, 3) and (4, 5): last dim of the first is 3, second-last "
             "dim of the second is 4\n"
             "  fix: transpose one of them, or check which is the weight\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
         (
             (2, 3),
@@ -93,7 +93,7 @@ def test_it_is_part_of_a_step(dp_mesh):
             "  got: shapes (2, 3) and (4,): last dim of the first is 3, only dim of "
             "the second is 4\n"
             "  fix: transpose one of them, or check which is the weight\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
         (
             (2, 1, 3),
@@ -101,7 +101,7 @@ def test_it_is_part_of_a_step(dp_mesh):
             "[T401] matmul cannot broadcast the leading dims\n"
             "  got: shapes (2, 1, 3) and (3, 3, 5): leading dims (2,) and (3,)\n"
             "  fix: make them equal, or 1\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
         (
             (),
@@ -109,7 +109,7 @@ def test_it_is_part_of_a_step(dp_mesh):
             "[T401] matmul takes no scalars\n"
             "  got: shapes () and (3,)\n"
             "  fix: multiply by a scalar with *\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
     ],
 )
@@ -155,5 +155,5 @@ def test_a_bias_of_another_size_is_an_error():
         "[T401] linear takes a weight [D_in, D_out] and a bias [D_out]\n"
         "  got: weight (4, 5), bias (4,)\n"
         "  fix: transpose a weight that comes from PyTorch\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )

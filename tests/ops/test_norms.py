@@ -100,7 +100,7 @@ def test_a_weight_of_another_size_is_an_error_that_shows_the_sizes():
         "dims\n"
         "  got: weight (2,), x (2, 8), dims (1,) of sizes (8,)\n"
         "  fix: pass a weight of shape (8,), or other dims as dim=\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 

@@ -204,7 +204,7 @@ def test_activations_have_a_batch_a_sequence_and_features(x, got):
         "features]\n"
         f"  got: {got}\n"
         "  fix: embed token ids first, and add a batch dim to single sequences\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 
@@ -215,7 +215,7 @@ def test_heads_that_do_not_divide_the_features():
         "[T401] the heads of transformer_block do not divide its features\n"
         "  got: 8 features, 3 heads, remainder 2\n"
         "  fix: use num_heads=2 or 4\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 
@@ -227,7 +227,7 @@ def test_sizes_are_positive(size):
         f"[T401] {size} of transformer_block is not positive\n"
         f"  got: {size}=0\n"
         f"  fix: use {size}=1 or more\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 
@@ -238,5 +238,5 @@ def test_heads_that_the_mesh_does_not_divide(grid_mesh):
         "[T201] tensor 'block/query' cannot be split evenly over mesh axes ('tp',)\n"
         "  got: shape (1, 8, 2, 4), dim 2 = 2, axis size 4\n"
         "  fix: use 4, or drop 'tp' from the spec\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )

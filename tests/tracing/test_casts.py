@@ -57,7 +57,7 @@ def test_autocast_takes_floating_point_dtypes_that_matmuls_are_done_in():
     assert str(caught.value) == (
         "[T207] matmuls cannot be autocast to int32\n"
         "  fix: use bf16, f16 or f32\n"
-        "  docs: docs/errors/T207.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T207.html"
     )
 
 

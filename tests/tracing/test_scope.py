@@ -105,7 +105,7 @@ def test_a_parameter_needs_a_step():
     assert str(caught.value) == (
         "[T302] parameter 'up' is declared outside a step\n"
         "  fix: call it inside @graph.training_step, @graph.stage or @ts.function\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -118,7 +118,7 @@ def test_two_parameters_of_one_name_are_refused():
         "[T305] two parameters of this step are called 'up'\n"
         "  got: shapes (2,) and (3,)\n"
         "  fix: put each use in a @graph.stage of its own\n"
-        "  docs: docs/errors/T305.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T305.html"
     )
 
 

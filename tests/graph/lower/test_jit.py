@@ -168,7 +168,7 @@ def test_every_layout_that_differs_is_listed(compiled_step):
         "  got: x: declared P('tp',), compiled P('dp',)\n"
         "  got: result/1: declared P(None, 'tp'), compiled P('dp',)\n"
         "  fix: lay the arrays out as compiled, or report this with the program\n"
-        "  docs: docs/errors/T205.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T205.html"
     )
 
 

@@ -309,7 +309,7 @@ def test_a_weight_that_the_loss_ignores_is_refused_by_its_path():
         f"  got: ts.grad was called at {__file__}:{line}\n"
         "  fix: compute the loss from them, leave them out, or pass allow_unused=True "
         "to get zeros\n"
-        "  docs: docs/errors/T303.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T303.html"
     )
 
 

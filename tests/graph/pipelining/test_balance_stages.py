@@ -87,7 +87,7 @@ def test_fewer_layers_than_stages_is_an_error_that_names_the_most():
         "empty\n"
         "  got: 3 layers, 4 stages\n"
         "  fix: use at most 3 stages (devices x chunks), or at least 4 layers\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 
@@ -104,5 +104,5 @@ def test_a_cost_is_a_number_that_is_not_negative(wrong):
         "[T311] the cost of a layer is a number that is not negative\n"
         f"  got: cost {wrong!r}\n"
         "  fix: give every layer a cost such as its number of operations\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )

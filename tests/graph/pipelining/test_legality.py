@@ -152,7 +152,7 @@ def test_the_message_lists_everything_that_is_wrong():
         "  got: F0 of device 1 at tick 0 is not after F0 of device 0 at tick 0\n"
         "  fix: give every F, B and W one place, each after what it needs; "
         "schedule.as_text() shows the table\n"
-        "  docs: docs/errors/T309.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T309.html"
     )
 
 

@@ -35,7 +35,7 @@ def test_one_that_does_not_is_answered_with_the_nearest_sizes(rows, microbatches
         f"  got: {rows} rows, {microbatches} microbatches: "
         f"{rows} % {microbatches} = {rows % microbatches}\n"
         f"  fix: {fix}\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 

@@ -153,7 +153,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         "[T310] there is no pipeline schedule 'zerobubble'\n"
         "  fix: did you mean 'zero_bubble'? Known: 'gpipe', '1f1b', 'interleaved', "
         "'zero_bubble'\n"
-        "  docs: docs/errors/T310.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T310.html"
     )
 
 
@@ -164,7 +164,7 @@ def test_interleaved_names_the_nearest_numbers_of_microbatches():
         "[T311] interleaved chunks need a multiple of the stages as microbatches\n"
         "  got: 10 microbatches, 4 stages: 10 % 4 = 2\n"
         "  fix: use 8 or 12 microbatches, or the schedule '1f1b'\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
     with pytest.raises(PipelineSizeError, match="fix: use 4 microbatches, or"):
         interleaved(4, 3, chunks=2)
@@ -177,7 +177,7 @@ def test_chunks_belong_to_interleaved_alone():
         "[T311] the schedule 'gpipe' has one chunk of layers per device\n"
         "  got: chunks=2\n"
         "  fix: leave chunks out, or use the schedule 'interleaved'\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 
@@ -194,7 +194,7 @@ def test_sizes_are_positive_whole_numbers(wrong):
         "[T311] a pipeline's number of chunks is a positive whole number\n"
         f"  got: chunks={wrong!r}\n"
         "  fix: use chunks=1 or more\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 
@@ -219,7 +219,7 @@ def test_a_table_of_ones_own_has_a_name_of_its_own():
     assert str(caught.value) == (
         "[T309] the name 'gpipe' belongs to another pipeline schedule\n"
         "  fix: give your table a name of its own\n"
-        "  docs: docs/errors/T309.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T309.html"
     )
 
 

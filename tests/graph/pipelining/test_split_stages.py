@@ -142,5 +142,5 @@ def test_integers_are_not_handed_on():
         "  got: int32[2]\n"
         "  fix: pass it to the pipelined function as an argument: every stage can read "
         "those\n"
-        "  docs: docs/errors/T312.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T312.html"
     )

@@ -79,7 +79,7 @@ def test_what_is_neither_array_nor_hashable_is_refused_by_its_path():
         "  got: set, which is no array and has no hash\n"
         "  fix: pass an array, or a value that hashes: a number, a string, a tuple, "
         "a frozen dataclass, a function\n"
-        "  docs: docs/errors/T301.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T301.html"
     )
 
 

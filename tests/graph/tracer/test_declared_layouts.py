@@ -119,7 +119,7 @@ def test_a_batch_that_the_data_axes_do_not_divide_is_refused(dp_mesh):
         "[T201] 'batch/x' cannot be split evenly over mesh axes ('dp',)\n"
         "  got: shape (12, 4), dim 0 = 12, axis size 8\n"
         "  fix: use 8 or 16, or drop 'dp' from the spec\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
     assert step.num_programs() == 0
 
@@ -133,7 +133,7 @@ def test_a_layout_for_no_argument_is_refused_when_it_is_declared():
     assert str(caught.value) == (
         "[T204] '<lambda>' has no argument 'token' to lay out or donate\n"
         "  fix: did you mean 'tokens'? Known: 'tokens', 'scale'\n"
-        "  docs: docs/errors/T204.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
     with pytest.raises(SpecFormError, match="no argument 'y' to lay out or donate"):
         ts.function(same, donate=["y"])
@@ -168,7 +168,7 @@ def test_a_tree_of_specs_that_does_not_fit_is_refused(grid_mesh):
         "  got: specs PyTreeDef({'u': *}), arrays PyTreeDef({'v': *})\n"
         "  fix: give one spec for all of them, or a tree with a spec or None for each "
         "branch\n"
-        "  docs: docs/errors/T204.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
     with pytest.raises(SpecFormError, match="out_specs is not a spec, nor a tree"):
         layouts(same, X, mesh=grid_mesh, out_specs=(P(), P()))
@@ -197,7 +197,7 @@ def test_arrays_that_are_laid_out_otherwise_are_all_listed(grid_mesh):
         "  got: y: declared P(), given P(None, 'dp')\n"
         "  fix: move them first: jax.device_put(x, spec.named(x.shape, mesh))\n"
         "  fix: or leave them out of in_specs, and they keep their own layout\n"
-        "  docs: docs/errors/T205.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T205.html"
     )
 
 
@@ -214,7 +214,7 @@ def test_a_layout_needs_a_mesh():
         "[T106] 'same' has in_specs or out_specs, and no mesh\n"
         "  fix: pass mesh=, call it inside 'with mesh:', or give it arrays that live "
         "on a mesh\n"
-        "  docs: docs/errors/T106.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T106.html"
     )
     with pytest.raises(NoMeshError, match="T106"):
         ts.function(same, out_specs=P("dp"))(X)

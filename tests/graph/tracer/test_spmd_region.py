@@ -360,7 +360,7 @@ def test_a_dim_that_the_axis_does_not_divide_is_refused():
         "[T201] argument 'w_qkv' cannot be split evenly over mesh axes ('tp',)\n"
         "  got: shape (16, 36), dim 1 = 36 in 3 blocks, axis size 8\n"
         "  fix: use 24 or 48, or a smaller axis\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
 
 
@@ -376,7 +376,7 @@ def test_arrays_without_named_dims_are_refused():
         "  got: arguments of 'loose' without an annotation\n"
         '  fix: annotate every array: weight: ts.Tensor["D_in", "D_out"]\n'
         "  fix: a dim whose symbol the first array lacks is split, others are not\n"
-        "  docs: docs/errors/T313.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )
 
 
@@ -404,7 +404,7 @@ def test_parts_that_nobody_adds_up_are_refused():
             "  fix: add the devices' parts up with ts.distributed.all_reduce, or join "
             "them with all_gather\n"
             "  fix: or annotate the result with the dim that is split\n"
-            "  docs: docs/errors/T313.md"
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
         )
 
 

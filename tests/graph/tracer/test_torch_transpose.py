@@ -74,7 +74,7 @@ def test_a_dim_that_there_is_not_is_an_error():
         "[T401] the operand of transpose does not have these dims\n"
         "  got: dim=7, shape (2, 3, 4, 5)\n"
         "  fix: use dims from -4 to 3, each once\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 

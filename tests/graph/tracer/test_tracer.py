@@ -133,7 +133,7 @@ def test_parameters_that_differ_from_trace_to_trace_are_refused():
         "[T305] the parameters of 'f' are others every time that it is traced\n"
         "  got: 'w9', before 'w8'\n"
         "  fix: name them after what they are: a step is traced more than once\n"
-        "  docs: docs/errors/T305.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T305.html"
     )
 
 
@@ -148,7 +148,7 @@ def test_a_tensor_in_a_derivative_rule_is_refused():
         "[T302] tensor 'table' is used in a derivative rule that closes over it\n"
         "  got: DistTensor('table', float32[8], P(), lazy)\n"
         "  fix: pass it to the function that has the rule, as an argument\n"
-        "  docs: docs/errors/T302.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T302.html"
     )
 
 
@@ -356,7 +356,7 @@ def test_a_loss_that_reaches_no_parameter_is_refused():
         f"  got: graph.backward was called at {__file__}:{line}\n"
         "  fix: compute the loss from them, at the level where graph.backward is "
         "called\n"
-        "  docs: docs/errors/T303.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T303.html"
     )
 
 

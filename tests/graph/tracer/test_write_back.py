@@ -299,7 +299,7 @@ def test_a_dict_that_is_given_twice():
         "[T320] 'a' is assigned into, and is given to the call a second time\n"
         "  got: one dict in two places of the arguments\n"
         "  fix: pass it once, or pass a copy of it\n"
-        "  docs: docs/errors/T320.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )
     np.testing.assert_array_equal(state["x"], X)
 
@@ -321,5 +321,5 @@ def test_an_attribute_of_a_copy():
         "[T320] 'state/box' was changed, and cannot be given back\n"
         "  got: a Box, of which the function has a copy\n"
         "  fix: return it, or assign into a dict or list argument\n"
-        "  docs: docs/errors/T320.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T320.html"
     )

@@ -171,7 +171,7 @@ def test_nobody_sends_what_is_waited_for_elsewhere():
         "after 'else' of 'if ts.mesh.current().rank == owner:'\n"
         "  fix: in an SPMD region, give it the array: recv_from(source, x), or use "
         "dist.broadcast(x, axis, root=source)\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
     with pytest.raises(CollectiveError, match="outside of any SPMD region"):
         dist.recv_from(2, jnp.ones(3))

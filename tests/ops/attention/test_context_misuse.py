@@ -34,7 +34,7 @@ def test_settings_that_contradict_each_other():
         "  fix: use one of 'zigzag', 'ring', 'all_to_all'\n"
         "  fix: use a window of 1 or more, or None\n"
         "  fix: leave one of them out\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 
@@ -45,20 +45,20 @@ def test_operands_that_do_not_fit():
         "[B, S, G, K] whose G divides H\n"
         "  got: queries (2, 48, 8, 8), keys (2, 48, 4, 8), values (2, 4, 4, 8)\n"
         "  fix: give all three the same B, S and K\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
     assert message_of(OperandError, q, k, v, segment_ids=np.zeros((2, 4), int)) == (
         "[T401] context_attention takes one segment id for each token\n"
         "  got: segment_ids (2, 4), queries (2, 48, 8, 8)\n"
         "  fix: pass segment_ids of shape (2, 48)\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
     half = q.astype(np.float16)
     assert message_of(OperandError, half, k, v) == (
         "[T401] context_attention takes operands of one floating-point dtype\n"
         "  got: queries float16, keys float32, values float32\n"
         "  fix: cast them to one dtype first\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 
@@ -69,14 +69,14 @@ def test_queries_whose_layout_nobody_sees_or_splits_otherwise():
         "  got: float32[2,48,8,8]\n"
         "  fix: call it inside @op.kernel, where every device has its own block, or "
         "give the queries a layout\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
     rows = spread(q, mesh, "ring", P("dp"))
     assert message_of(CollectiveError, rows, k, v) == (
         "[T206] mesh axis 'cp' does not split the sequences of the queries alone\n"
         f"  got: shape (2, 48, 8, 8), layout {rows.sharding.spec}\n"
         "  fix: split dim 1 over 'cp', and leave dim 3 whole\n"
-        "  docs: docs/errors/T206.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
 
 
@@ -87,7 +87,7 @@ def test_heads_that_cannot_be_exchanged():
         "[T402] all-to-all attention cannot divide the heads over mesh axis 'cp'\n"
         "  got: 6 query heads and 3 key/value heads on each device, axis size 8\n"
         "  fix: use cp 6, or the ring, which divides no heads\n"
-        "  docs: docs/errors/T402.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T402.html"
     )
 
 
@@ -99,5 +99,5 @@ def test_sequences_that_the_chunks_do_not_divide():
         "zigzag order\n"
         "  got: 20 tokens: 20 / 8 leaves 4\n"
         "  fix: use a sequence of 16 or 24 tokens\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )

@@ -233,5 +233,5 @@ def test_operands_of_different_dtypes_are_an_error_that_names_them():
         "[T401] flash_attention takes operands of one floating-point dtype\n"
         "  got: queries float32, keys float16, values float32\n"
         "  fix: cast them to one dtype first\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )

@@ -149,7 +149,7 @@ def test_outside_a_step_it_says_so():
             "[T401] moe takes activations of shape [batch, sequence, features]\n"
             "  got: shape (6, 8), dtype float32\n"
             "  fix: embed token ids first, and add a batch dim to single sequences\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
         (
             X,
@@ -157,7 +157,7 @@ def test_outside_a_step_it_says_so():
             "[T401] a token of moe cannot have that many experts\n"
             "  got: top_k=5, experts=4\n"
             "  fix: use a top_k from 1 to 4\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
         (
             X,
@@ -165,7 +165,7 @@ def test_outside_a_step_it_says_so():
             "[T401] capacity_factor of moe is not positive\n"
             "  got: capacity_factor=0.0\n"
             "  fix: use capacity_factor=1 or more\n"
-            "  docs: docs/errors/T401.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
     ],
     ids=["rank", "top_k", "capacity"],
@@ -207,5 +207,5 @@ def test_in_a_kernel_it_says_so():
         "[T401] moe cannot be called in a kernel: it takes global arrays\n"
         "  got: an SPMD region over 'ep'\n"
         "  fix: call it outside of the kernel, on the kernel's arguments or results\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )

@@ -153,7 +153,7 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path):
         f"  got: {tmp_path}/file/checkpoints: Not a directory\n"
         "  fix: make room or allow writing there, or use another folder: "
         "hydra.run.dir=<folder>\n"
-        "  docs: docs/errors/T804.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T804.html"
     )
 
 
@@ -168,5 +168,5 @@ def test_a_disk_without_room_for_one_is_said_at_once(tmp_path, monkeypatch):
         "  got: a checkpoint takes 5.00 MiB, and 3.00 MiB are free\n"
         "  fix: make room, use another folder (hydra.run.dir=<folder>), or write no "
         "checkpoints: training.checkpoint_every=null\n"
-        "  docs: docs/errors/T804.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T804.html"
     )

@@ -99,7 +99,7 @@ def test_a_path_without_checkpoints_is_an_error(run, tmp_path, monkeypatch, resu
         f"  got: {got}\n"
         "  fix: name the folder of a run, of its checkpoints or of one checkpoint: "
         "training.resume=<folder>; or start at step 0: training.resume=none\n"
-        "  docs: docs/errors/T801.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T801.html"
     )
 
 

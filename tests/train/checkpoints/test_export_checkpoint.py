@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_not_exported(run_of, filled, tmp_path):
         f"[T801] the checkpoint {tmp_path}/2 is damaged\n"
         "  got: metadata.json is not what was written\n"
         "  fix: name the folder of the checkpoint before it\n"
-        "  docs: docs/errors/T801.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T801.html"
     )
     assert not (tmp_path / "a").exists()
 

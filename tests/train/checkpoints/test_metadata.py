@@ -95,7 +95,7 @@ def test_a_newer_form_is_an_error_of_its_own(tmp_path):
         f"[T802] a newer Tessera wrote the checkpoint {path.parent}\n"
         f"  got: schema {SCHEMA + 1}, and this Tessera reads up to {SCHEMA}\n"
         "  fix: install Tessera 0.1.0 or newer\n"
-        "  docs: docs/errors/T802.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T802.html"
     )
 
 

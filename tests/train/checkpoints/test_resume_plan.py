@@ -162,7 +162,7 @@ def test_hosts_have_as_many_devices_each(run):
         "[T101] all hosts have the same number of devices\n"
         "  got: 4 devices / 3 hosts\n"
         "  fix: use a number of hosts that divides the devices\n"
-        "  docs: docs/errors/T101.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
 

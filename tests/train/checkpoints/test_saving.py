@@ -142,7 +142,7 @@ def test_a_step_is_saved_once_and_in_order(job, state, tmp_path):
             "[T804] a checkpoint of step 4 cannot follow one of step 4\n"
             f"  got: step 4, in {tmp_path}\n"
             "  fix: save each step once, in ascending order\n"
-            "  docs: docs/errors/T804.md"
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T804.html"
         )
 
 

@@ -204,7 +204,7 @@ def test_a_mistake_that_the_run_finds_is_shown_the_same_way(capsys):
     code, _, err, _ = seen(capsys, run=run)
     assert code == 2
     assert err == (
-        "[T000] no such text\n  fix: write some\n  docs: docs/errors/T000.md\n"
+        "[T000] no such text\n  fix: write some\n  docs: https://tessera-spmd.github.io/tessera/errors/T000.html\n"
     )
 
 
@@ -351,5 +351,5 @@ def test_a_schedule_of_a_million_places_is_not_made():
         "[T311] a schedule of so many stages and microbatches is too large a table\n"
         "  got: 3 stages x 1000000 microbatches\n"
         "  fix: use at most 87381 for training.gradient_accumulation_steps\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )

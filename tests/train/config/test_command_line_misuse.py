@@ -25,7 +25,7 @@ def test_a_misspelt_key_gets_a_hint():
         "  fix: did you mean 'beta2'? Known: 'name', 'learning_rate', "
         "'scale_learning_rate', 'warmup_steps', 'schedule', 'final_fraction', 'beta1', "
         "'beta2', 'epsilon', 'weight_decay'\n"
-        "  docs: docs/errors/T501.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T501.html"
     )
 
 
@@ -144,7 +144,10 @@ def test_an_optimizer_takes_its_own_settings_only():
     ],
 )
 def test_values_that_cannot_be_are_T502(override, expected):
-    assert message(override) == expected + "  docs: docs/errors/T502.md"
+    assert (
+        message(override)
+        == expected + "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
+    )
 
 
 def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
@@ -152,14 +155,14 @@ def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
         "[T403] there is no model 'gemma3_1'\n"
         "  got: model=gemma3_1\n"
         f"  fix: did you mean 'gemma3_1b'? Known: {str(model_names())[1:-1]}\n"
-        "  docs: docs/errors/T403.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T403.html"
     )
     assert message("optimizer=adan") == (
         "[T505] there is no optimizer 'adan'\n"
         "  got: optimizer=adan\n"
         "  fix: did you mean 'adam'? Known: 'adafactor', 'adam', 'adamw', 'lion', "
         "'sgd'\n"
-        "  docs: docs/errors/T505.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T505.html"
     )
 
 
@@ -271,7 +274,7 @@ def test_what_a_file_holds_is_judged_like_the_command_line(tmp_path, monkeypatch
         "[T501] there is no setting 'data.paht'\n"
         "  got: In 'data/mine'\n"
         "  fix: did you mean 'path'?\n"
-        "  docs: docs/errors/T501.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T501.html"
     )
     assert said_of("name: text\n_target_: os.system\n").startswith("[T50")
     assert said_of("prefetch: many\n").startswith(

@@ -62,7 +62,7 @@ def test_stages_exchange_gradients_once_in_a_step():
         "  got: training.sync_gradients_every=2; model.mesh_shape=[[2,1],[pp,tp]], and "
         "the stages of pp add up gradients in f32 where they arise\n"
         "  fix: leave it out, or change model.mesh_shape\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
     assert check(settings(mesh_shape=((2,), ("dp",)), **accumulated)) == []
 
@@ -76,7 +76,7 @@ def test_stages_with_experts_gather_parameters_where_they_compute():
         "  got: training.pipeline_gather=step; num_experts=8, whose routers balance a "
         "whole batch\n"
         "  fix: leave it out\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
 
 
@@ -93,7 +93,7 @@ def test_interleaved_chunks_need_a_multiple_of_the_stages_as_microbatches():
         "[T311] interleaved chunks need a multiple of the stages as microbatches\n"
         "  got: 5 microbatches, 2 stages: 5 % 2 = 1\n"
         "  fix: use 4 or 6 microbatches, or the schedule '1f1b'\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 
@@ -111,7 +111,7 @@ def test_every_stage_has_a_layer(size, chunks, stages):
         f"  got: 6 layers, {stages} stages\n"
         "  fix: use at most 6 stages (devices x chunks), or at least "
         f"{stages} layers\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 

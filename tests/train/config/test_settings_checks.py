@@ -83,7 +83,7 @@ def test_an_axis_that_the_model_does_not_know_gets_a_hint():
         "  got: model.mesh_shape=[[2,2],[fdsp,tp]]\n"
         "  fix: did you mean 'fsdp'? Known: 'dp', 'fsdp', 'ep_outer', 'ep', "
         "'cp', 'tp', 'pp'\n"
-        "  docs: docs/errors/T103.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T103.html"
     )
 
 
@@ -100,7 +100,7 @@ def test_gradients_are_exchanged_a_whole_number_of_times(total, every, fix):
         "training.gradient_accumulation_steps\n"
         f"  got: {total} / {every} leaves {total % every}\n"
         f"  fix: use training.sync_gradients_every={fix}\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 
@@ -114,7 +114,7 @@ def test_sequence_parallelism_needs_sequences_that_tp_divides():
         "model.sequence_parallel=true over tp\n"
         "  got: training.sequence_length=33: 33 / 4 leaves 1\n"
         "  fix: use training.sequence_length=32 or 36\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 
@@ -126,7 +126,7 @@ def test_the_ring_takes_two_chunks_for_each_device_of_cp():
         "model.context_parallel=ring over cp\n"
         "  got: training.sequence_length=36: 36 / 8 leaves 4\n"
         "  fix: use training.sequence_length=32 or 40\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
     exchanged = replace(given.model, context_parallel="all_to_all")
     (error,) = check(replace(given, model=exchanged))
@@ -145,7 +145,7 @@ def test_the_ring_takes_two_chunks_for_each_device_of_cp():
         "model.sequence_parallel=true over cp and tp\n"
         "  got: training.sequence_length=36: 36 / 8 leaves 4\n"
         "  fix: use training.sequence_length=32 or 40\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 
@@ -158,7 +158,7 @@ def test_an_attention_that_does_not_exist():
         "[T502] model.context_parallel does not take this value\n"
         "  got: model.context_parallel=rings\n"
         "  fix: did you mean 'ring'? use ring or all_to_all\n"
-        "  docs: docs/errors/T502.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_name_cannot_leave_the_output_folder(name):
         f"  got: name={as_yaml(name)}\n"
         "  fix: use letters, digits, '.', '_' and '-', beginning with a letter or "
         "digit, at most 100\n"
-        "  docs: docs/errors/T504.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )
 
 
@@ -302,7 +302,7 @@ def test_split_gradients_cannot_be_exchanged_seldom():
         "  got: training.sync_gradients_every=2; training.zero_stage=2 splits "
         "gradients over dp, which have to be whole on each device for this\n"
         "  fix: leave it out, or change training.zero_stage\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
 
 
@@ -356,5 +356,5 @@ def test_a_run_is_longer_than_what_is_let_pass_before_it_is_profiled():
         "that are profiled\n"
         "  fix: leave it out, or change training.profile_wait or "
         "training.profile_warmup or training.steps\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )

@@ -98,5 +98,5 @@ def test_several_for_one_reason_are_one_mistake():
         "  got: model.experts_per_token=4, model.capacity_factor=1.5; "
         "model.num_experts=0\n"
         "  fix: leave them out, or change model.num_experts\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )

@@ -177,7 +177,7 @@ def test_a_batch_that_processes_do_not_divide_is_refused():
         "[T503] the global batch cannot be divided evenly over the processes\n"
         "  got: 10 rows / 4 processes\n"
         "  fix: use 8 or 12 rows\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
     with pytest.raises(BatchSizeError, match="fix: use 4 rows"):
         Share(0, 0, 4)

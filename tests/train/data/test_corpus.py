@@ -152,7 +152,7 @@ def test_too_little_text_says_how_little_and_what_would_do(tmp_path):
         "  got: 101 tokens / sequence length 40 = 2 rows, and a batch takes 5\n"
         "  fix: use a batch of at most 2 rows, or a sequence length of at most 20, or "
         "more text\n"
-        "  docs: docs/errors/T602.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T602.html"
     )
     assert next(small.train(2))["tokens"].shape == (2, 40)
     assert next(corpus(path, sequence_length=20, validation_fraction=0).train(5))
@@ -170,7 +170,7 @@ def test_empty_files_are_no_text(tmp_path):
         f"[T602] there is no text in the data: text at '{tmp_path}'\n"
         "  got: every document is empty\n"
         "  fix: set data.path to files with text\n"
-        "  docs: docs/errors/T602.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T602.html"
     )
 
 
@@ -182,7 +182,7 @@ def test_a_validation_part_without_text_is_refused(folder):
         f"[T602] no text is left for validation: text at '{folder}'\n"
         f"  got: data.validation_fraction=1e-09 of {len(text) + 39:,} tokens\n"
         "  fix: raise data.validation_fraction, or use 0 for no validation\n"
-        "  docs: docs/errors/T602.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T602.html"
     )
     without = corpus(folder, validation_fraction=0)
     assert list(without.validation(4)) == []
@@ -202,7 +202,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path, json_tokenizer):
         f"  got: {tmp_path}/latin.txt: byte 0xe9 at offset 3\n"
         "  fix: convert the file to UTF-8, leave it out, or use data.tokenizer=bytes, "
         "which accepts any file\n"
-        "  docs: docs/errors/T602.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T602.html"
     )
     assert sides_of(corpus(tmp_path, validation_fraction=0))[0].stream.num_bytes == 8
 
@@ -242,7 +242,7 @@ def test_a_vocabulary_larger_than_the_model_s_is_refused(folder):
         "document\n"
         "  fix: use a model.vocab_size of at least 257, or a tokenizer with "
         "fewer ids\n"
-        "  docs: docs/errors/T603.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T603.html"
     )
     assert refusal(VocabularyError, path=folder, vocab_size=256) == message
     made_up = SyntheticConfig(vocab_size=300)

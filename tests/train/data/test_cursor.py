@@ -57,7 +57,7 @@ def test_the_message_lists_what_differs_and_both_ways_out():
         "  got: data.tokenizer: bytes, 257 ids -> synthetic, 64 ids\n"
         "  fix: use the data, seed and sequence length of the checkpoint, or start "
         "at the first row of this data: training.resume_data=restart\n"
-        "  docs: docs/errors/T803.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T803.html"
     )
 
 

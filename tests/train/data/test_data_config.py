@@ -29,7 +29,7 @@ def test_an_unknown_name_lists_the_known():
         "[T502] data.name does not take this value\n"
         "  got: data.name=stdlb\n"
         "  fix: did you mean 'stdlib'? use stdlib, text, mixture or synthetic\n"
-        "  docs: docs/errors/T502.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )
 
 
@@ -61,7 +61,7 @@ def test_text_needs_a_path():
         "[T502] data=text needs data.path\n"
         "  got: data.path is empty\n"
         "  fix: add data.path=<a file, a folder or a glob>\n"
-        "  docs: docs/errors/T502.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )
 
 
@@ -70,7 +70,7 @@ def test_a_setting_that_would_be_ignored_is_refused():
         "[T507] data.path has no effect in this run\n"
         "  got: data.path=books; data.name=stdlib\n"
         "  fix: leave it out, or change data.name\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
     assert "data.format has no effect" in refusal(format="jsonl")
     assert "data.text_key has no effect" in refusal(text_key="body")
@@ -90,7 +90,7 @@ def test_all_mistakes_are_told_at_once():
         "data.name=stdlib\n"
         "  fix: 1. use a number from 0 to 1024\n"
         "  fix: 2. leave it out, or change data.name\n"
-        "  docs: docs/errors/T502.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )
 
 

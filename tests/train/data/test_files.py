@@ -44,7 +44,7 @@ def test_a_python_without_its_sources_says_what_to_use(tmp_path, monkeypatch):
         "[T602] this Python has no source text of its standard library\n"
         f"  got: no .py files of the standard library in {tmp_path}\n"
         "  fix: use data=text data.path=<a file, a folder or a glob>\n"
-        "  docs: docs/errors/T602.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T602.html"
     )
 
 
@@ -110,7 +110,7 @@ def test_a_missing_path_says_how_far_it_goes(folder):
         f"[T601] there is no data at '{folder}/a/depe/x.txt'\n"
         f"  got: {folder}/a has no 'depe'\n"
         "  fix: set data.path to a file, a folder or a glob that exists\n"
-        "  docs: docs/errors/T601.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T601.html"
     )
 
 
@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         "[T601] the data file 'gone.txt' cannot be read\n"
         f"  got: {tmp_path}/gone.txt: No such file or directory\n"
         "  fix: repair the file or its permissions, or change data.path\n"
-        "  docs: docs/errors/T601.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T601.html"
     )
 
 
@@ -141,7 +141,7 @@ def test_a_folder_without_text_files_says_which_it_looked_for(tmp_path):
         "these and .gz or .zst, no .parquet file and no folder of datasets, at any "
         "depth\n"
         f"  fix: use a glob for other files: data.path='{tmp_path}/**/*.html'\n"
-        "  docs: docs/errors/T602.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T602.html"
     )
 
 
@@ -160,5 +160,5 @@ def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(folder, monkeypa
         "[T601] a folder of the data cannot be read\n"
         f"  got: {folder}/a/deep: Permission denied\n"
         "  fix: repair its permissions, or change data.path\n"
-        "  docs: docs/errors/T601.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T601.html"
     )

@@ -97,7 +97,7 @@ def test_an_id_outside_the_vocabulary_names_document_and_place(wrong):
         f"  got: id {wrong} at token 2, 2 such in all; legal ids are 0 to 9\n"
         "  fix: use the model's own tokenizer, or give the model a larger "
         "vocabulary\n"
-        "  docs: docs/errors/T604.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T604.html"
     )
 
 

@@ -99,7 +99,7 @@ def test_a_line_after_the_cut_keeps_its_number(tmp_path):
         "  fix: or use another key: data.text_key=<name>\n"
         "  fix: or skip such records: data.max_bad_records=<count>\n"
         "  fix: or train on the raw lines: data.format=text\n"
-        "  docs: docs/errors/T607.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T607.html"
     )
 
 
@@ -166,7 +166,7 @@ def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
         '  fix: write its texts as lines {"text": …} to a file with the suffix .jsonl: '
         "jq -c '.[]' a.json > texts.jsonl\n"
         "  fix: or train on the raw bytes: data.format=text\n"
-        "  docs: docs/errors/T606.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T606.html"
     )
 
 
@@ -214,7 +214,7 @@ def test_bad_records_are_skipped_and_counted_by_kind_up_to_a_limit(tmp_path):
         f"  got: {path}, line 5: it is an array, not an object\n"
         f"  got: {path}, line 8: its 'text' is null, not text\n"
         "  fix: repair these records, or raise data.max_bad_records\n"
-        "  docs: docs/errors/T607.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T607.html"
     )
 
 

@@ -82,7 +82,7 @@ def test_a_flipped_byte_is_an_error_that_names_the_file(tmp_path, name):
         f"  got: {path}: its checksum is another one\n"
         "  fix: remove its folder, and the next run prepares this part of the text "
         f"again: rm -r '{folder}'\n"
-        "  docs: docs/errors/T608.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T608.html"
     )
 
 

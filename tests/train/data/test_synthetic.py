@@ -74,5 +74,5 @@ def test_text_that_is_not_numbers_is_refused():
         "[T605] the text of synthetic data consists of numbers\n"
         "  got: 'def f'\n"
         "  fix: write ids separated by spaces: '7 42'\n"
-        "  docs: docs/errors/T605.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )

@@ -105,7 +105,7 @@ def test_several_splits_in_a_folder_are_not_mixed(tmp_path):
         "[T606] the folder has several splits of a data set, such as one for tests\n"
         f"  got: {tmp_path}: test, train\n"
         f"  fix: choose one: data.path={tmp_path}/train\n"
-        "  docs: docs/errors/T606.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T606.html"
     )
     assert len(list_files(str(tmp_path / "train"))) == 1
 

@@ -105,7 +105,7 @@ def test_an_unknown_name_lists_what_there_is():
         "  got: data.tokenizer=byte\n"
         "  fix: did you mean 'bytes'? Known: 'bytes', the path of a tokenizers file "
         "(.json), of a sentencepiece model (.model) or of a folder with one\n"
-        "  docs: docs/errors/T605.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
 
@@ -117,7 +117,7 @@ def test_a_missing_file_is_not_downloaded(tmp_path):
         f"  got: no file at {tmp_path}/gemma.model\n"
         "  fix: set data.tokenizer to a file on this machine, or use bytes; nothing is "
         "downloaded\n"
-        "  docs: docs/errors/T605.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
 
@@ -135,7 +135,7 @@ def test_a_missing_library_names_the_extra(tmp_path, monkeypatch, suffix, librar
         f"  got: import of {library} halted; None in sys.modules\n"
         "  fix: run: pip install 'tessera-spmd[tokenizers]'\n"
         "  fix: or use data.tokenizer=bytes, which needs nothing\n"
-        "  docs: docs/errors/T605.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
 
@@ -234,7 +234,7 @@ def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path):
         "  got: no tokenizer.json and no tokenizer.model\n"
         "  fix: save the tokenizer there with Hugging Face Transformers' "
         "save_pretrained\n"
-        "  docs: docs/errors/T605.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
 

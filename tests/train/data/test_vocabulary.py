@@ -58,7 +58,7 @@ def test_a_text_that_has_such_an_id_is_told_where(tmp_path, tokenizer_file):
         "all; the model has ids 0 to 7\n"
         "  fix: remove it from the text, or use the model's own tokenizer; a model "
         "that is trained from scratch can have a larger model.vocab_size\n"
-        "  docs: docs/errors/T604.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T604.html"
     )
     assert corpus(tmp_path, tokenizer_file, text, vocab_size=9)
 

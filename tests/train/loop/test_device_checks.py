@@ -35,7 +35,7 @@ def test_a_mesh_of_more_devices_than_jax_compiles_for_is_refused():
         "  got: dp mesh, 2049: 2049 devices, and CPU devices stand in for 2048 at "
         "most\n"
         "  fix: use a smaller mesh, or run it where the devices are\n"
-        "  docs: docs/errors/T702.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T702.html"
     )
     with pytest.raises(DeviceCountError):
         run_of("training.dry_run=true", "model.mesh_shape=[[4096],[dp]]").check()

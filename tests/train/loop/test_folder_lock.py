@@ -123,7 +123,7 @@ def test_a_folder_that_is_held_names_its_holder(hold, lock, tmp_path, impatient)
     assert lines[-2:] == [
         "  fix: wait until it has ended, or end it; or use another folder: "
         "hydra.run.dir=<folder>",
-        "  docs: docs/errors/T710.md",
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T710.html",
     ]
     assert names(tmp_path) == ["lock.1"]
 
@@ -348,7 +348,7 @@ def test_a_folder_that_is_renamed_is_noticed(lock, tmp_path):
         f"  got: {tmp_path}/run/lock.1: No such file or directory\n"
         "  fix: leave it in its place until the run has ended; to go on, put it back "
         "there and use training.resume=auto\n"
-        "  docs: docs/errors/T504.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )
     lock.release()
     assert names(tmp_path) == ["other"]

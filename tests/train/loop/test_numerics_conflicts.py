@@ -61,7 +61,7 @@ def test_every_device_has_a_microshard():
         "[T507] deterministic numerics need a microshard for each device\n"
         "  got: training.microshards=8 for 9 devices\n"
         "  fix: use at most 8 devices, or more microshards\n"
-        "  docs: docs/errors/T507.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
 
 
@@ -71,7 +71,7 @@ def test_microshards_divide_the_rows():
         "[T503] a step cannot be cut into its microshards\n"
         "  got: 12 rows, training.microshards=8: 12 / 8 leaves 4\n"
         "  fix: use a batch of 8 or 16 rows, or fewer microshards\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_microshard_is_no_larger_than_a_microbatch_of_one_device(training):
         "  got: 64 rows in training.microshards=8: 8 each, "
         "training.micro_batch_size=2\n"
         "  fix: use training.microshards=32 or training.micro_batch_size=8\n"
-        "  docs: docs/errors/T503.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 

@@ -177,7 +177,7 @@ def test_a_backend_without_host_memory_is_refused(monkeypatch):
         "  got: training.offload_optimizer=true, memories device, vmem\n"
         "  fix: use training.offload_optimizer=false; training.zero_stage=1 splits "
         "the state over dp instead\n"
-        "  docs: docs/errors/T703.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T703.html"
     )
     assert optimizer_offload.notes(mesh) == []
 

@@ -231,7 +231,7 @@ def test_an_unknown_optimizer_is_refused_with_a_hint():
         "  got: optimizer.name=adamm\n"
         "  fix: use optimizer=<name>: did you mean 'adam'? Known: 'adamw', 'adam', "
         "'sgd', 'lion', 'adafactor'\n"
-        "  docs: docs/errors/T505.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T505.html"
     )
 
 
@@ -246,7 +246,7 @@ def test_an_unknown_schedule_is_refused_with_a_hint():
         "[T505] optimizer.schedule does not take this value\n"
         "  got: optimizer.schedule=cosin\n"
         "  fix: did you mean 'cosine'? use cosine, linear or constant\n"
-        "  docs: docs/errors/T505.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T505.html"
     )
 
 
@@ -299,5 +299,5 @@ def test_all_mistakes_come_in_one_error():
         "optimizer.beta1=2.0\n"
         "  fix: 1. use a number from 0 to 2147483647\n"
         "  fix: 2. use a number at least 0 and below 1\n"
-        "  docs: docs/errors/T502.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )

@@ -151,5 +151,5 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
         "[T504] the profile cannot be written\n"
         f"  got: {tmp_path}/profile: File exists\n"
         "  fix: make room there, or set training.profile_communication=false\n"
-        "  docs: docs/errors/T504.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )

@@ -68,7 +68,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
         f"  got: {tmp_path}/file/run: Not a directory\n"
         "  fix: make room or give leave to write there, or take another folder: "
         "hydra.run.dir=<folder>\n"
-        "  docs: docs/errors/T504.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )
 
 
@@ -147,7 +147,7 @@ def test_a_run_does_not_go_on_through_a_link_to_checkpoints_elsewhere(tmp_path):
         f"  got: {run}/checkpoints is a link to {outside}\n"
         "  fix: put the folder itself there, or take the run's folder to where there "
         "is room: hydra.run.dir=<folder>\n"
-        "  docs: docs/errors/T504.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )
     assert (run / "config.yaml").read_text() == "run: 0\n"
 

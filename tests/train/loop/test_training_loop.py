@@ -379,7 +379,7 @@ def test_fp16_that_overflows_at_the_smallest_scale_ends_the_run(tmp_path):
         "  got: loss scale 1, loss nan\n"
         "  fix: use training.mixed_precision=bf16, or a lower "
         "optimizer.learning_rate\n"
-        "  docs: docs/errors/T506.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T506.html"
     )
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     scales = [json.loads(line)["loss_scale"] for line in lines]

@@ -220,7 +220,7 @@ def test_every_argument_out_of_range_is_named() -> None:
         "  fix: top_p above 0 and up to 1, or None\n"
         "  fix: stop tokens from 0 to 11\n"
         "  fix: one key, or one for each prompt\n"
-        "  docs: docs/errors/T401.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
 

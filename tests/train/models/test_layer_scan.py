@@ -69,21 +69,21 @@ def test_the_names_of_jax_are_its_policies():
             "  fix: did you mean 'full'? Known: 'none', 'full', 'dots', 'named', "
             "'nothing_saveable', 'everything_saveable', 'dots_saveable', "
             "'dots_with_no_batch_dims_saveable'\n"
-            "  docs: docs/errors/T502.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html",
         ),
         (
             ["full", "none"],
             "[T502] a list of remat policies needs one for each layer\n"
             "  got: remat=['full', 'none']: 2 policies, 4 layers\n"
             "  fix: give 4, or one name for all layers, or {global: full, local: none}"
-            "\n  docs: docs/errors/T502.md",
+            "\n  docs: https://tessera-spmd.github.io/tessera/errors/T502.html",
         ),
         (
             {"globl": "full"},
             "[T502] there is no remat kind of layer 'globl'\n"
             "  got: remat={'globl': 'full'}\n"
             "  fix: did you mean 'global'? Known: 'global', 'local'\n"
-            "  docs: docs/errors/T502.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html",
         ),
         (
             7,
@@ -92,7 +92,7 @@ def test_the_names_of_jax_are_its_policies():
             "  fix: Known: 'none', 'full', 'dots', 'named', 'nothing_saveable', "
             "'everything_saveable', 'dots_saveable', "
             "'dots_with_no_batch_dims_saveable'\n"
-            "  docs: docs/errors/T502.md",
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html",
         ),
     ],
     ids=["unknown", "too_few", "kind", "number"],

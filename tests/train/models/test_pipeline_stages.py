@@ -109,7 +109,7 @@ def test_more_stages_than_layers_are_refused():
         "empty\n"
         "  got: 4 layers, 8 stages\n"
         "  fix: use at most 4 stages (devices x chunks), or at least 8 layers\n"
-        "  docs: docs/errors/T311.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T311.html"
     )
 
 

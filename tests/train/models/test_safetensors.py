@@ -168,7 +168,7 @@ def test_a_header_larger_than_the_file_is_refused(tmp_path, content, why):
         f"[T805] {tmp_path}/a is not a readable safetensors file\n"
         f"  got: Error while deserializing header: {why}\n"
         "  fix: write it again, and check that it was copied completely\n"
-        "  docs: docs/errors/T805.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T805.html"
     )
 
 

@@ -237,7 +237,7 @@ def test_arguments_are_given_together():
         "  got: runtime.num_processes=2, runtime.process_id=0, without "
         "runtime.coordinator_address\n"
         "  fix: give all three, or none and a launcher: tessera launch\n"
-        "  docs: docs/errors/T704.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T704.html"
     )
 
 

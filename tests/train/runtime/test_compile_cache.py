@@ -71,7 +71,7 @@ def test_a_folder_of_others_too_is_refused(folder, mode, said):
         f"  got: {said}\n"
         f"  fix: chmod 700 {folder}\n"
         "  fix: or take another: runtime.compile_cache=<folder>\n"
-        "  docs: docs/errors/T709.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T709.html"
     )
 
 

@@ -115,7 +115,7 @@ def test_a_started_backend_cannot_get_more_devices():
         "  got: JAX has started its backend with 8\n"
         "  fix: call simulate_devices(9) before anything that touches a device, or "
         f"start Python with JAX_NUM_CPU_DEVICES=9 PJRT_NPROC={threads}\n"
-        "  docs: docs/errors/T701.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T701.html"
     )
 
 
@@ -127,7 +127,7 @@ def test_more_cpu_devices_than_jax_has_in_a_process_are_refused():
             "[T702] 4096 CPU devices are more than JAX has in one process\n"
             "  got: 4096, and it takes at most 2048\n"
             "  fix: use a smaller mesh, or run it where there are accelerators\n"
-            "  docs: docs/errors/T702.md"
+            "  docs: https://tessera-spmd.github.io/tessera/errors/T702.html"
         )
 
 
@@ -155,7 +155,7 @@ def test_a_platform_that_is_not_there_is_named():
         "  got: JAX started on CPU\n"
         "  fix: install JAX's plugin for it: pip install 'tessera-spmd[cuda12]'\n"
         "  fix: or take what is there: runtime.platform=cpu\n"
-        "  docs: docs/errors/T702.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T702.html"
     )
 
 
@@ -183,7 +183,7 @@ def test_too_few_accelerators_propose_the_nearest_meshes():
         "  fix: use model.mesh_shape=[[4,1],[fsdp,tp]] or [[2,2],[fsdp,tp]] "
         "or [[1,4],[fsdp,tp]]\n"
         "  fix: or simulate 16 CPU devices: runtime.platform=cpu\n"
-        "  docs: docs/errors/T702.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T702.html"
     )
 
 
@@ -206,7 +206,7 @@ def test_the_platform_cannot_change_once_the_backend_runs():
         "  got: JAX has started its backend on gpu\n"
         "  fix: call prepare_devices before anything that touches a device, or start "
         "Python with JAX_PLATFORMS=cpu\n"
-        "  docs: docs/errors/T701.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T701.html"
     )
 
 
@@ -226,7 +226,7 @@ except ValueError as error:
     )
     assert said.endswith(
         "  fix: leave JAX_PLATFORMS unset, or simulate devices: runtime.platform=cpu\n"
-        "  docs: docs/errors/T702.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T702.html"
     )
     program = program.replace("prepare_devices(2)", "print(prepare_devices(2, 'cpu'))")
     assert in_new_process(program, JAX_PLATFORMS="cuda").startswith("simulating 2 CPU")

@@ -113,7 +113,7 @@ def test_a_filter_of_a_comprehension_cannot_be_converted():
         "jnp.where, jax.lax.cond and jax.lax.while_loop\n"
         "  fix: a Python value stays one unless a transformation of JAX takes it as an "
         "argument: close over it, or use functools.partial\n"
-        "  docs: docs/errors/T319.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )
 
 

@@ -84,7 +84,7 @@ def test_sides_of_another_type_are_named_with_both_types():
         "jnp.broadcast_to\n"
         "  fix: what is no array, nor a tree of arrays, has to be the same on both "
         "ways\n"
-        "  docs: docs/errors/T318.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T318.html"
     )
 
 
@@ -138,7 +138,7 @@ def test_a_variable_of_one_side_may_not_be_used_afterwards():
         f"{line_of(function.body, '# here')}, and is used at "
         f"{line_of(function.body, '# there')}\n"
         "  fix: give it a value before, or on both ways\n"
-        "  docs: docs/errors/T318.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T318.html"
     )
 
 
@@ -218,5 +218,5 @@ def test_a_condition_of_several_numbers():
         "  got: bool[3]\n"
         "  fix: reduce it with .all() or .any(), or choose for each element with "
         "jnp.where\n"
-        "  docs: docs/errors/T319.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )

@@ -86,7 +86,7 @@ def test_a_container_that_is_one_of_two_is_not_changed():
         "when the program runs\n"
         "  fix: change a copy, such as dict(x) or list(x), or assign to its entries "
         "on both ways instead of to the variable\n"
-        "  docs: docs/errors/T319.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )
 
 

@@ -130,7 +130,7 @@ def test_the_refusal_names_the_exception_its_line_and_the_branch():
         "  got: mine\n"
         "  fix: give back a value that tells, and raise outside, or use "
         "jax.experimental.checkify\n"
-        "  docs: docs/errors/T319.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )
     assert repr(caught.value.__cause__) == "ValueError('mine')"
 

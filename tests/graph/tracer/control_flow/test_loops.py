@@ -346,7 +346,7 @@ def test_no_gradient_goes_through_a_loop_of_unknown_length():
         "  fix: loop over a Python number, such as an upper bound, with `if` and "
         "`break`, or use jax.lax.scan\n"
         "  fix: or take the gradient inside of the loop\n"
-        "  docs: docs/errors/T317.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T317.html"
     )
 
 
@@ -371,7 +371,7 @@ def test_what_changes_its_type_is_named():
         "jnp.broadcast_to\n"
         "  fix: what is no array, nor a tree of arrays, has to be the same on both "
         "ways\n"
-        "  docs: docs/errors/T318.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T318.html"
     )
 
 

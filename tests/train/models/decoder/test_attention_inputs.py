@@ -139,7 +139,7 @@ def test_heads_and_sequences_that_cp_does_not_divide():
         "[T402] all-to-all attention cannot divide the heads over mesh axis 'cp'\n"
         "  got: 2 query heads and 1 key/value heads on each device, axis size 4\n"
         "  fix: use cp 2, or the ring, which divides no heads\n"
-        "  docs: docs/errors/T402.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T402.html"
     )
     model = DecoderModel(CONFIG)
     with pytest.raises(ShardDivisibilityError, match="16 tokens: 16 / 6 leaves 4"):

@@ -114,7 +114,7 @@ def test_contradicting_sizes_are_told_all_at_once() -> None:
         "  got: head_dim = 33 is odd, but rope rotates halves\n"
         "  fix: use num_kv_heads 2 or 4\n"
         "  fix: use head_dim 32 or 34\n"
-        "  docs: docs/errors/T405.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T405.html"
     )
 
 
@@ -126,7 +126,7 @@ def test_sizes_are_positive_numbers(value: float) -> None:
         "[T405] these sizes do not make a model\n"
         f"  got: window = {value!r} is not a positive number\n"
         "  fix: use window 1 or more\n"
-        "  docs: docs/errors/T405.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T405.html"
     )
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_model_is_answered_with_the_nearest() -> None:
     assert str(caught.value) == (
         "[T403] there is no model 'gema3_1b'\n"
         f"  fix: did you mean 'gemma3_1b'? Known: {str(model_names())[1:-1]}\n"
-        "  docs: docs/errors/T403.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T403.html"
     )
 
 

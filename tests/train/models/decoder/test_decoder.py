@@ -251,5 +251,5 @@ def test_parameters_of_another_model_are_refused(
         "  got: 'final_norm/scale': missing, expected (12,)\n"
         "  got: 'head/scale': (12,), expected no such parameter\n"
         "  fix: create them with model.init(key), or compare with model.abstract()\n"
-        "  docs: docs/errors/T306.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T306.html"
     )

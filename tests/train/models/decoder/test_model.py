@@ -185,7 +185,7 @@ def test_heads_that_tp_does_not_divide() -> None:
         "[T402] 8 attention heads cannot be divided over mesh axis 'tp'\n"
         "  got: num_heads = 8, num_kv_heads = 4, axis size 6, remainder 2\n"
         "  fix: use tp 4 or 8\n"
-        "  docs: docs/errors/T402.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T402.html"
     )
     with pytest.raises(HeadCountError) as caught:
         DecoderModel(config_of("gemma3_1b")).layouts(mesh_of(dp=8, tp=9))
@@ -193,7 +193,7 @@ def test_heads_that_tp_does_not_divide() -> None:
         "[T402] 4 attention heads cannot be divided over mesh axis 'tp'\n"
         "  got: num_heads = 4, num_kv_heads = 1, axis size 9, remainder 4\n"
         "  fix: use tp 4, or num_heads 9\n"
-        "  docs: docs/errors/T402.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T402.html"
     )
 
 
@@ -207,7 +207,7 @@ def test_key_value_heads_that_neither_divide_nor_copy() -> None:
         "  got: num_heads = 12, num_kv_heads = 6, axis size 4: neither of 6 and 4 "
         "divides the other\n"
         "  fix: use tp 3 or 6, or num_kv_heads 4 or 12\n"
-        "  docs: docs/errors/T402.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T402.html"
     )
 
 
@@ -224,7 +224,7 @@ def test_every_parameter_that_does_not_divide_is_named() -> None:
         "  got: also parameter 'decoder/mlp/up/kernel' cannot be split evenly over "
         "mesh axes ('tp',): shape (2, 256, 18), dim 2 = 18, axis size 4\n"
         "  fix: use 16 or 20, or drop 'tp' from the spec\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
 
 
@@ -245,7 +245,7 @@ def test_a_batch_that_the_data_axes_do_not_divide() -> None:
         "[T201] tokens cannot be split evenly over mesh axes ('dp', 'fsdp')\n"
         "  got: shape (6, 8), dim 0 = 6, axis size 4 (dp 2 × fsdp 2)\n"
         "  fix: use 4 or 8, or drop 'dp' or 'fsdp' from the spec\n"
-        "  docs: docs/errors/T201.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
     )
 
 
@@ -258,7 +258,7 @@ def test_a_logical_name_without_a_rule() -> None:
         "'embed', 'table', 'wide_table', 'words', 'columns', 'heads', 'kv_heads', "
         "'mlp', 'experts', 'router', 'head_dim', 'layers', 'lora_rank', 'stages', "
         "'norm'\n"
-        "  docs: docs/errors/T404.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T404.html"
     )
 
 

@@ -136,7 +136,7 @@ def test_more_experts_for_a_token_than_there_are_is_an_error():
         "[T405] these sizes do not make a model\n"
         "  got: experts_per_token = 6, num_experts = 4\n"
         "  fix: use experts_per_token 4 or less\n"
-        "  docs: docs/errors/T405.md"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T405.html"
     )
 
 
