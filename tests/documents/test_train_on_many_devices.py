@@ -3,8 +3,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,18 +59,3 @@ def test_settings_in_yaml_are_those_of_training(name, value):
         given.append("training.gradient_accumulation_steps=4")
     training = compose(given, ROOT / "configs").config.training
     assert getattr(training, name.partition(".")[2]) == value
-
-
-def programs():
-    blocks = guide_pages.blocks(PAGE, "sh")
-    return [block for block in blocks if block.startswith('python -c "')]
-
-
-@pytest.mark.parametrize("block", programs())
-def test_programs_on_a_command_line_run(block):
-    _, _, program = shlex.split(block)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"Number of devices: \d|Rank: 0\nWorld size: 1", done.stdout)
