@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ERROR_PAGES = sorted((DOCS / "errors").glob("T*.md"))
 # Their steps call functions of the reader's; tests/documents/ has these, and runs them.
-WITH_HELPERS = {"distributed-step", "hybrid-parallelism", "training-at-scale"}
+WITH_HELPERS = {"distributed-step", "training-at-scale"}
 PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.glob("*.md")),
@@ -36,7 +36,7 @@ NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 FIRST_READ = {
     *("quickstart-pytorch", "own-script", "install"),
-    *("sharded-parameters", "collectives", "index"),
+    *("collectives", "memory", "index"),
 }
 
 # Their cures begin before JAX has started, so each runs in a process of its own.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every section of the guide ``distributed-step.md`` runs as written."""
+"""The building blocks of the guide ``distributed-step.md`` run as written."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every section of the guide ``hybrid-parallelism.md`` runs as written."""
+"""The sections of ``distributed-step.md`` on large meshes run as written."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tessera.errors import AbstractMeshError
 from tessera.mesh import Mesh
 from tests.documents import guide_pages
 
-PAGE = "hybrid-parallelism.md"
+PAGE = "distributed-step.md"
 SMALL, PRODUCTS = "Declare a mesh of 16 devices", "Sum over an axis"
 LARGE = "Train on 72 devices"
 
