@@ -93,8 +93,6 @@ HELPERS = {
     "initialize_model_weights": initialize_model_weights,
     "initialize_optimizer_state": initialize_optimizer_state,
     "create_dataloader": lambda config: batches(),
-    "create_distributed_dataloader": lambda config, mesh: batches(),
-    "save_checkpoint": lambda weights, state, step: None,
     "optimizer_step": optimizer_step,
     "clip_gradients": clip_gradients,
     "adam_optimizer": adam_optimizer,

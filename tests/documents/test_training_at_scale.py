@@ -50,7 +50,7 @@ def run(title, namespace):
 def guide():
     """What the reader has after the first block."""
     namespace = {**HELPERS, "__name__": "guide"}
-    run("Basic Training Setup", namespace)
+    run("One device", namespace)
     return namespace
 
 
@@ -110,9 +110,8 @@ def test_a_loss_of_named_dims_is_the_mean_over_labels_that_count(guide):
 
 
 def test_the_loop_on_one_device_trains_as_plain_jax(guide, capsys):
-    guide["train_single_gpu"].__globals__.update(guide)
-    trained = guide["train_single_gpu"]()
-    config = guide["create_training_config"]()
+    trained = guide["train"]()
+    config = guide["config"]
     weights = initialize_model_weights(config)
     state, losses = initialize_optimizer_state(weights, config), []
     for batch in batches():
@@ -131,7 +130,7 @@ def scaled_state(scale):
 
 @pytest.mark.full
 def test_mixed_precision_updates_the_weights_and_the_scale(guide, capsys):
-    run("Mixed Precision Training", guide)
+    run("Mixed precision", guide)
     weights, batch = initialize_model_weights({}), next(batches())
     batch = {**batch, "labels": np.maximum(batch["labels"], 0)}
     state = scaled_state(1024.0)
@@ -147,7 +146,7 @@ def test_mixed_precision_updates_the_weights_and_the_scale(guide, capsys):
 
 
 def test_mixed_precision_skips_an_update_that_overflows(guide, capsys):
-    run("Mixed Precision Training", guide)
+    run("Mixed precision", guide)
     batch = next(batches())
     weights = jax.tree.map(lambda w: 30 * w, initialize_model_weights({}))
     state = scaled_state(3e38)
@@ -157,7 +156,7 @@ def test_mixed_precision_skips_an_update_that_overflows(guide, capsys):
     assert_alike(updated, weights, 0, 0)
     assert_alike(state, scaled_state(1.5e38))
     told = capsys.readouterr().out
-    assert told.startswith("Gradient overflow detected, reducing loss scale to 1.5")
+    assert told.startswith("Gradient overflow: the loss scale is 1.5")
     for _ in range(20):
         _, updated = step(transformer_model, batch, weights, state)
     assert_alike(state, scaled_state(65536.0))  # halved until it fitted
@@ -168,11 +167,10 @@ def test_mixed_precision_skips_an_update_that_overflows(guide, capsys):
 
 @pytest.mark.slow(reason="it compiles several programs")
 def test_data_parallel_training_is_training_on_one_device(guide, capsys):
-    run("Multi-GPU Data Parallelism", guide)
-    guide["config"] = guide["create_training_config"]()
+    run("Data parallelism", guide)
     guide["train_data_parallel"]()
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "Detected 8 GPUs: (0, 1, 2, 3, 4, 5, 6, 7)"
+    assert out[0] == "8 devices: (0, 1, 2, 3, 4, 5, 6, 7)"
 
     @jax.jit
     def by_hand(batch, weights):
@@ -193,7 +191,7 @@ def test_data_parallel_training_is_training_on_one_device(guide, capsys):
 
 @pytest.mark.full
 def test_accumulated_gradients_are_those_of_the_mean_of_the_losses(guide):
-    run("Advanced Data Parallel Features", guide)
+    run("Accumulation", guide)
     weights, micro_batches = initialize_model_weights({}), list(batches(3))
     loss, gradients = guide["gradient_accumulation_step"](
         transformer_model, micro_batches, weights, 3
@@ -206,7 +204,7 @@ def test_accumulated_gradients_are_those_of_the_mean_of_the_losses(guide):
 
 
 def test_owners_of_optimizer_state_update_the_weights_of_all(guide):
-    run("Advanced Data Parallel Features", guide)
+    run("ZeRO", guide)
     weights = initialize_model_weights({})
     gradients = jax.grad(loss_of)(weights, next(batches()))
     state = jax.tree.map(lambda g: {"square": g * g + 1e-4}, gradients)
@@ -221,7 +219,7 @@ def test_owners_of_optimizer_state_update_the_weights_of_all(guide):
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_tensor_parallel_linear_layer_is_a_linear_layer(guide, tp, with_bias):
-    run("Tensor Parallelism Implementation", guide)
+    run("Tensor parallelism", guide)
     draw = np.random.default_rng(2)
     x = jnp.asarray(draw.normal(size=(2, 3, 8)), jnp.bfloat16)
     weight = jnp.asarray(draw.normal(size=(8, 12)), jnp.bfloat16)
@@ -251,7 +249,7 @@ def attention_by_hand(x, w_qkv, w_out, num_heads):
 @pytest.mark.slow(reason="it compiles several programs")
 @pytest.mark.parametrize("tp", SIZES)
 def test_tensor_parallel_attention_is_attention(guide, tp):
-    run("Tensor Parallelism Implementation", guide)
+    run("Tensor parallelism", guide)
     draw = np.random.default_rng(3)
 
     def normal(*shape):
@@ -282,7 +280,7 @@ def mean_loss(model, weights, batch):
 
 
 def test_the_step_is_the_program_of_value_and_grad(guide):
-    config, batch = guide["create_training_config"](), next(batches())
+    config, batch = guide["config"], next(batches())
     weights = initialize_model_weights(config)
     state = initialize_optimizer_state(weights, config)
 
@@ -398,7 +396,7 @@ def mixed_precision_by_hand(batch, weights, state):
 
 
 def test_mixed_precision_is_the_program_of_cond(guide):
-    run("Mixed Precision Training", guide)
+    run("Mixed precision", guide)
     weights, batch = initialize_model_weights({}), next(batches())
     state = scaled_state(1024.0)
     step = ts.jit(guide["mixed_precision_step"])
@@ -408,8 +406,8 @@ def test_mixed_precision_is_the_program_of_cond(guide):
 
 
 def test_data_parallel_is_the_program_of_named_shardings(guide):
-    run("Multi-GPU Data Parallelism", guide)
-    config, batch = guide["create_training_config"](), next(batches())
+    run("Data parallelism", guide)
+    config, batch = guide["config"], next(batches())
     weights, mesh = initialize_model_weights(config), ts.mesh.auto()
     whole, rows = (NamedSharding(mesh.jax, spec) for spec in (P(), P("dp")))
 
