@@ -16,7 +16,7 @@ from tessera.train.loop.build_run import Run
 from tessera.train.loop.run_folder import RunFolder, cannot_write, write_durably
 
 # Of a schedule; thousands of microbatches make a table that nobody reads.
-_MOST_TICKS: Final = 256
+_WIDEST: Final = 2000
 
 
 def program_facts(run: Run) -> dict[str, Any]:
@@ -78,13 +78,6 @@ def _device_memory(run: Run) -> int | None:
 def _pipeline(run: Run) -> dict[str, Any] | None:
     if (schedule := run.schedule) is None:
         return None
-    lines = schedule.as_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines[1:]]
-    wide = max(map(len, rows))
-    # The text leaves out the blank cells at the end of a line.
-    full = [row + [""] * (wide - len(row)) for row in rows]
-    return {
-        "summary": schedule.summary(),
-        "rows": [row[: _MOST_TICKS + 1] for row in full],
-        "is_cut": wide > _MOST_TICKS + 1,
-    }
+    rows = schedule.as_text().splitlines()[1:]
+    text = "\n".join(row[:_WIDEST] for row in rows)
+    return {"summary": schedule.summary(), "table": text}

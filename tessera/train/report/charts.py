@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts for Plotly.js, each with a sentence and a table that say the same.
+"""Curves for Plotly.js, with a sentence and a table that say the same.
 
 A figure is the JSON that Plotly draws; Plotly's Python classes would check it and write
 the same. Plotly reads its texts as a kind of HTML, so they are escaped as well.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Final
 
@@ -23,42 +22,6 @@ from tessera.train.report.run_files import Series
 
 # Runs differ in more than color.
 _DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash")
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart, and what it says in words and numbers.
-
-    Attributes:
-      title: Its heading.
-      sentence: What it shows, for those who do not see it.
-      traces: Of Plotly, whose texts ``label`` has escaped.
-      layout: Of Plotly.
-      header: The columns of the table of its main numbers.
-      rows: Its rows.
-    """
-
-    title: str
-    sentence: str
-    traces: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any]
-    header: Sequence[object]
-    rows: Sequence[Sequence[object]] = field(default_factory=tuple)
-
-    def as_html(self) -> Html:
-        """A figure with heading, drawing, sentence and table."""
-        figure = json_script({"data": self.traces, "layout": self.layout}, "figure")
-        title = text(self.title)
-        return Html(
-            f'<figure><h3>{title}</h3><div class="chart" tabindex="0" role="group" '
-            f'aria-label="Chart: {title}. {text(self.sentence)}"></div>{figure}'
-            f"<figcaption>{paragraph(self.sentence)}"
-            + details(
-                f"Numbers of “{self.title}”",
-                table(self.title, self.header, self.rows),
-            )
-            + "</figcaption></figure>"
-        )
 
 
 def label(value: object, longest: int = 60) -> str:
@@ -94,7 +57,7 @@ def counted(number: int, what: str) -> str:
 
 def line_chart(
     title: str, unit: str, curves: Mapping[str, Series], *, log: bool = False
-) -> Chart:
+) -> Html:
     """Curves over steps, which a reader can zoom.
 
     Args:
@@ -145,7 +108,14 @@ def line_chart(
         "hovermode": "x unified",
     }
     header = ("curve", "points", "last", "at step", "lowest", "at", "highest", "at")
-    return Chart(title, ". ".join(words) + ".", traces, layout, header, rows)
+    sentence, heading = ". ".join(words) + ".", text(title)
+    numbers = details(f"Numbers of “{title}”", table(title, header, rows))
+    return Html(
+        f'<figure><h3>{heading}</h3><div class="chart" tabindex="0" role="group" '
+        f'aria-label="Chart: {heading}. {text(sentence)}"></div>'
+        f"{json_script({'data': traces, 'layout': layout}, 'figure')}"
+        f"<figcaption>{paragraph(sentence)}{numbers}</figcaption></figure>"
+    )
 
 
 def _sentence(name: str, steps: Sequence[int], values: Sequence[float]) -> str:
@@ -159,50 +129,3 @@ def _sentence(name: str, steps: Sequence[int], values: Sequence[float]) -> str:
             "…" if len(bad) > 5 else ""
         )
     return words
-
-
-def bar_chart(
-    title: str,
-    unit: str,
-    bars: Mapping[str, Mapping[str, float]],
-    sentence: str,
-    shown: Mapping[str, Sequence[object]] | None = None,
-    header: Sequence[object] = (),
-) -> Chart:
-    """Horizontal bars of parts that add up.
-
-    Args:
-      title: What is drawn.
-      unit: The title of the horizontal axis.
-      bars: The parts of each bar.
-      sentence: What the chart shows.
-      shown: Rows of the table, by their first cell; None shows the parts.
-      header: The columns of that table.
-    """
-    parts = dict.fromkeys(part for values in bars.values() for part in values)
-    names = [label(name, 40) for name in bars]
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": label(part),
-            "y": names,
-            "x": [values.get(part, 0.0) for values in bars.values()],
-        }
-        for part in parts
-    ]
-    layout = {
-        "barmode": "stack",
-        "xaxis": axis(unit),
-        "yaxis": axis("", autorange="reversed", type="category"),
-        "height": 200 + 36 * len(bars),
-        "showlegend": True,
-    }
-    if shown is None:
-        header = ("part", *bars)
-        shown = {
-            part: [number(values.get(part, 0.0)) for values in bars.values()]
-            for part in parts
-        }
-    rows = [(first, *others) for first, others in shown.items()]
-    return Chart(title, sentence, traces, layout, header, rows)

@@ -6,22 +6,14 @@ from typing import Any, Final
 
 import yaml
 
-from tessera.train.report.markup import (
-    Html,
-    Section,
-    details,
-    join,
-    paragraph,
-    table,
-    text,
-)
+from tessera.train.report.markup import Html, details, join, paragraph, table, text
 from tessera.train.report.run_files import RunFiles
 
 _MOST_SAMPLES: Final = 20
 _MISSING: Final = "(none)"
 
 
-def samples(runs: Sequence[RunFiles]) -> Section:
+def samples(runs: Sequence[RunFiles]) -> Html:
     """What the models continued their prompts with."""
     parts: list[Html] = []
     for run in runs:
@@ -36,17 +28,14 @@ def samples(runs: Sequence[RunFiles]) -> Section:
                     f'<pre tabindex="0"><b>{text(prompt)}</b>{text(words)}</pre>'
                 )
             )
-    if not parts:
-        parts = [paragraph("No text was sampled.")]
-    return Section("samples", "Samples", join(parts))
+    return join(parts or [paragraph("No text was sampled.")])
 
 
-def settings(runs: Sequence[RunFiles]) -> Section:
+def settings(runs: Sequence[RunFiles]) -> Html:
     """Every setting; where runs differ, the setting is marked and comes first."""
     known = [run for run in runs if run.settings]
     if not known:
-        sentence = "There is no config.yaml that could be read."
-        return Section("settings", "Configuration", paragraph(sentence))
+        return paragraph("There is no config.yaml that could be read.")
     names = dict.fromkeys(name for run in known for name in run.settings)
     rows = {name: [_value(run, name) for run in known] for name in names}
     differ = differing(known)
@@ -61,7 +50,7 @@ def settings(runs: Sequence[RunFiles]) -> Section:
     every = [(name, *values) for name, values in rows.items()]
     marks = [number for number, name in enumerate(rows) if name in differ]
     parts.append(details("All settings", table("All settings", header, every, marks)))
-    return Section("settings", "Configuration", join(parts))
+    return join(parts)
 
 
 def differing(runs: Sequence[RunFiles]) -> list[str]:
@@ -74,7 +63,7 @@ def differing(runs: Sequence[RunFiles]) -> list[str]:
     return [name for name in names if len({_value(run, name) for run in runs}) > 1]
 
 
-def environment(runs: Sequence[RunFiles]) -> Section:
+def environment(runs: Sequence[RunFiles]) -> Html:
     """Versions, devices and host of each attempt."""
     rows: list[tuple[object, ...]] = []
     columns: dict[str, None] = {}
@@ -86,10 +75,8 @@ def environment(runs: Sequence[RunFiles]) -> Section:
         attempt = event.get("attempt", 0)
         rows.append((name, attempt, *(values.get(column, "–") for column in columns)))
     if not rows:
-        sentence = "No start of the run was recorded, so that its machine is unknown."
-        return Section("environment", "Environment", paragraph(sentence))
-    header = ("run", "attempt", *columns)
-    return Section("environment", "Environment", table("Attempts", header, rows))
+        return paragraph("No start was recorded, so that the machine is unknown.")
+    return table("Attempts", ("run", "attempt", *columns), rows)
 
 
 def _of_attempt(event: Any) -> dict[str, object]:

@@ -3,12 +3,12 @@
 
 from collections.abc import Callable, Sequence
 
-from tessera.train.report.charts import Chart, line_chart
-from tessera.train.report.markup import Html, Section, join, paragraph
+from tessera.train.report.charts import line_chart
+from tessera.train.report.markup import Html, join, paragraph
 from tessera.train.report.run_files import RunFiles, Series
 
 
-def learning(runs: Sequence[RunFiles]) -> Section:
+def learning(runs: Sequence[RunFiles]) -> Html:
     """Loss, validation loss, learning rate and gradient norms."""
     charts = (
         ("Loss", "nats per token", "loss", False),
@@ -22,13 +22,11 @@ def learning(runs: Sequence[RunFiles]) -> Section:
     ]
     sources = _named(runs, lambda name: name.startswith("val_loss/"))
     if sources:
-        parts.append(
-            line_chart("Validation loss by source", "nats per token", sources).as_html()
-        )
-    return Section("learning", "Loss and gradients", join(parts))
+        parts.append(line_chart("Validation loss by source", "nats per token", sources))
+    return join(parts)
 
 
-def speed(runs: Sequence[RunFiles]) -> Section:
+def speed(runs: Sequence[RunFiles]) -> Html:
     """Throughput, utilization, and the time of a step with its parts."""
     charts = (
         ("Throughput", "tokens per second", "tokens_per_second"),
@@ -42,12 +40,10 @@ def speed(runs: Sequence[RunFiles]) -> Section:
         if (waited := _seconds_waited(run)) and any(waited.values())
     }
     if waits:
-        parts.append(
-            line_chart("Part of the step time: data", "seconds", waits).as_html()
-        )
+        parts.append(line_chart("Part of the step time: data", "seconds", waits))
     else:
         parts.append(paragraph("No time of a step went into waiting for data."))
-    return Section("speed", "Throughput and step time", join(parts))
+    return join(parts)
 
 
 def _seconds_waited(run: RunFiles) -> Series:
@@ -65,8 +61,7 @@ def _chart_or_sentence(
         return paragraph(f"{title}: no step recorded it.")
     # The zeros of skipped steps have no logarithm.
     log = log and all(v > 0 for curve in curves.values() for v in curve.values())
-    chart: Chart = line_chart(title, unit, curves, log=log)
-    return chart.as_html()
+    return line_chart(title, unit, curves, log=log)
 
 
 def _named(

@@ -7,36 +7,12 @@ and surrogates, which HTML or UTF-8 cannot hold, are shown as escape sequences.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any, NewType
 
 from tessera.errors.untrusted_text import printable
 
 Html = NewType("Html", str)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the report under a heading.
-
-    Attributes:
-      key: Its id in the page.
-      title: The heading.
-      body: What stands below it.
-    """
-
-    key: str
-    title: str
-    body: Html
-
-    def as_html(self) -> Html:
-        """The section, labelled by its heading."""
-        key = escape(self.key)
-        return Html(
-            f'<section id="{key}" aria-labelledby="{key}-title">'
-            f'<h2 id="{key}-title">{text(self.title)}</h2>{self.body}</section>'
-        )
 
 
 def text(value: object) -> Html:

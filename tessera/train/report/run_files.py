@@ -36,10 +36,7 @@ class RunFiles:
       events: What happened, over all attempts.
       settings: The values of ``config.yaml``, by dotted path.
       program: What is known of the compiled step.
-      timeline: The trace of a predicted step, if a dry run drew one.
-      measured_timeline: That of a profiled step, if the run measured one.
       problems: What could not be read.
-      path: The folder.
     """
 
     name: str
@@ -47,10 +44,7 @@ class RunFiles:
     events: tuple[Event, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     program: Mapping[str, Any] = field(default_factory=dict)
-    timeline: Mapping[str, Any] = field(default_factory=dict)
-    measured_timeline: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-    path: Path = Path()
 
     def of_kind(self, kind: str) -> list[Event]:
         """The events of one kind, in order."""
@@ -74,20 +68,13 @@ def read_run(path: Path, name: str | None = None) -> RunFiles:
             fix="name the folder of a run, as outputs/tiny/2026-11-26/12-00-00",
         )
     problems: list[str] = []
-    settings = dict(_walk(_mapping(path / "config.yaml", problems)))
-    timeline = path / "timeline.json"
-    if not timeline.exists() and (folder := settings.get("runtime.timeline_dir")):
-        timeline = Path(str(folder)) / "timeline.json"
     return RunFiles(
         name=str(path) if name is None else name,
         series=_read_metrics(path / "metrics.jsonl", problems),
         events=_events(path / "events.jsonl", problems),
-        settings=settings,
+        settings=dict(_walk(_mapping(path / "config.yaml", problems))),
         program=_mapping(path / "program.json", problems),
-        timeline=_mapping(timeline, problems),
-        measured_timeline=_mapping(path / "profile/measured_timeline.json", problems),
         problems=tuple(problems),
-        path=path,
     )
 
 

@@ -8,13 +8,13 @@ from statistics import median
 
 from tessera.train.records.goodput import goodput_of
 from tessera.train.report.charts import counted, number
-from tessera.train.report.markup import Section, join, paragraph, table
+from tessera.train.report.markup import Html, join, paragraph, table
 from tessera.train.report.run_files import RunFiles, Series
 
 _LONGEST_MESSAGE = 500
 
 
-def summary(runs: Sequence[RunFiles]) -> Section:
+def summary(runs: Sequence[RunFiles]) -> Html:
     """A verdict on each run, and a table of all."""
     parts = [paragraph(f"{run.name}: {verdict(run)}", "verdict") for run in runs]
     numbers = [_numbers(run) for run in runs]
@@ -26,7 +26,7 @@ def summary(runs: Sequence[RunFiles]) -> Section:
         for run in runs
         for problem in run.problems
     ]
-    return Section("summary", "Summary", join(parts))
+    return join(parts)
 
 
 def verdict(run: RunFiles) -> str:

@@ -38,20 +38,8 @@ PROGRAM: dict[str, Any] = {
     ],
     "pipeline": {
         "summary": "1f1b: 2 stages, 2 microbatches",
-        "rows": [
-            ["tick", "0", "1", "2", "3"],
-            ["device 0", "F0", "F1", "B0", "B1"],
-            ["device 1", "", "F0 B0", "F1 B1", ""],
-        ],
+        "table": "tick     | 0  | 1\ndevice 0 | F0 | F1\ndevice 1 |    | F0 B0",
     },
-}
-
-TIMELINE: dict[str, Any] = {
-    "traceEvents": [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "XLA"}},
-        {"ph": "X", "name": "dot.1", "cat": "matmul", "tid": 0, "ts": 0, "dur": 2000},
-        {"ph": "X", "name": "add.2", "cat": "other", "tid": 0, "ts": 2000, "dur": 500},
-    ]
 }
 
 
@@ -139,7 +127,6 @@ def make_run(
     happened: list[dict[str, Any]] | None = None,
     settings: str = SETTINGS,
     program: dict[str, Any] | None = None,
-    trace: dict[str, Any] | None = None,
 ) -> Path:
     """The folder of a run that has everything that a report shows."""
     folder.mkdir(parents=True)
@@ -151,15 +138,11 @@ def make_run(
         (folder / name).write_text(text)
     (folder / "config.yaml").write_text(settings)
     (folder / "program.json").write_text(json.dumps(program or PROGRAM))
-    (folder / "profile").mkdir()
-    for name in ("timeline.json", "profile/measured_timeline.json"):
-        (folder / name).write_text(json.dumps(trace or TIMELINE))
     return folder
 
 
 def make_hostile_run(folder: Path) -> Path:
     """A run of which every text is a piece of HTML that would run."""
-    operations = TIMELINE["traceEvents"][1:]
     return make_run(
         folder / HOSTILE,
         lines=[{**metrics(1)[0], f"val_loss/{HOSTILE}": 1.0}],
@@ -172,7 +155,6 @@ def make_hostile_run(folder: Path) -> Path:
             {"time": 1e9, "event": "sample", "prompt": HOSTILE, "text": HOSTILE},
             {"time": 1e9, "event": "failure", "message": HOSTILE},
         ],
-        trace={"traceEvents": [{**event, "name": HOSTILE} for event in operations]},
         settings=json.dumps({HOSTILE: HOSTILE, "training": {"steps": HOSTILE}}),
         program={
             **PROGRAM,
@@ -180,9 +162,6 @@ def make_hostile_run(folder: Path) -> Path:
             "collectives": [
                 {"axes": [HOSTILE], "kind": HOSTILE, "calls": 1, "bytes": 1 << 20}
             ],
-            "pipeline": {
-                "summary": HOSTILE,
-                "rows": [["tick", HOSTILE], [HOSTILE, ""]],
-            },
+            "pipeline": {"summary": HOSTILE, "table": HOSTILE},
         },
     )

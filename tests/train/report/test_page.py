@@ -14,7 +14,7 @@ from tessera.train.report.page import report_page, write_report
 from tessera.train.report.run_files import RunFiles, read_run
 from tests.train.report.run_folders import PROGRAM, make_hostile_run, make_run
 
-TITLES = [title for title, _ in page._SECTIONS]
+TITLES = [*page._SECTIONS]
 
 
 class Elements(HTMLParser):
@@ -81,7 +81,7 @@ def test_nothing_is_loaded_from_elsewhere(whole):
 
 def test_every_chart_has_a_sentence_and_a_table(whole):
     figures = re.findall(r"<figure>.*?</figure>", whole, re.DOTALL)
-    assert len(figures) >= 12
+    assert len(figures) >= 8
     for figure in figures:
         assert re.search(r"<figcaption><p>[^<]{20,}", figure)
         assert re.search(r"<details>.*<td>[^<]", figure, re.DOTALL)
@@ -95,10 +95,10 @@ def test_no_section_of_a_whole_run_fails(whole):
     ("title", "sentence"),
     [
         ("Summary", "Finished: 200 of 200 steps. Loss 1.928 at step 200."),
-        ("Memory", "the step needs 4 GiB on each device, at most 5 GiB was measured"),
-        ("Mesh and communication", "A device sends 6 MiB in a step"),
-        ("Pipeline", "<td>F0 B0</td>"),
-        ("Timeline of one step", "a step of 2.50 ms in 2 events"),
+        ("Memory", '<th scope="row">compiled step</th><td>4 GiB</td>'),
+        ("Memory", '<th scope="row">measured peak</th><td>5 GiB</td>'),
+        ("Mesh and communication", "<td>all-gather</td><td>8</td><td>5 MiB</td>"),
+        ("Pipeline", "device 1 |    | F0 B0"),
         ("Goodput", "went into steps that counted"),
         ("Starts, stops and warnings", "1 × damaged checkpoint"),
         ("Starts, stops and warnings", "begins after step 80 on 4 × cpu"),
@@ -158,8 +158,7 @@ def test_memory_of_a_small_model_is_in_a_unit_that_shows_it(tmp_path):
     sizes = {"arguments": 2 << 20, "outputs": 0, "temporaries": 1 << 20, "aliased": 0}
     program = PROGRAM | {"memory": {**sizes, "code": 0, "peak": 3 << 20}}
     text = report_page([read_run(make_run(tmp_path / "a", program=program))])
-    assert "the step needs 3 MiB on each device" in section(text, "Memory")
-    assert '"title":{"text":"MiB"}' in section(text, "Memory").replace(": ", ":")
+    assert "compiled step</th><td>3 MiB</td>" in section(text, "Memory")
 
 
 def test_memory_that_nothing_is_known_of_is_said(tmp_path):
