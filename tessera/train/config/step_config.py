@@ -17,7 +17,6 @@ from tessera.train.loop.spikes import SpikeGuard
 from tessera.train.loop.zero_stages import Zero
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
-from tessera.train.models.staged_model import StagedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,6 @@ class StepConfig:
         """The model in stages, where there is a pipeline."""
         if self.schedule is None or self.microshards is not None:
             return None
-        assert isinstance(self.model, StagedModel), "only such a model has a pipeline"
         return PipelinedModel(
             self.model,
             self.mesh,

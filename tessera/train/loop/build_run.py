@@ -49,7 +49,6 @@ from tessera.train.loop.step import (
 from tessera.train.loop.train_state import TrainState, abstract_state, state_specs
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
-from tessera.train.models.staged_model import StagedModel
 from tessera.train.models.weights import check_weights
 
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
@@ -278,7 +277,7 @@ class Run:
     def _pipeline_notes(self) -> list[str]:
         """The split of the layers and the schedule; what they waste, as a warning."""
         schedule, model, split = self.schedule, self.model, self.model.split
-        if schedule is None or split is None or not isinstance(model, StagedModel):
+        if schedule is None or split is None:
             return []
         fewer_microbatches_warning(schedule)
         costs, head = model.layer_costs

@@ -27,9 +27,8 @@ from tessera.mesh import Mesh
 from tessera.shard_spec import axes_of_dims, spec_over
 from tessera.tracing.casts import cast_parameter
 from tessera.tracing.scope import constrain
-from tessera.train.models.model import Sums
+from tessera.train.models.model import Model, Sums
 from tessera.train.models.partition_rules import Placement
-from tessera.train.models.staged_model import StagedModel
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class PipelinedModel:
         and gradients reduce-scattered after the last, not both in every tick.
     """
 
-    model: StagedModel
+    model: Model
     mesh: Mesh
     schedule: Schedule
     gradient_layouts: Tree | None = None
@@ -158,16 +157,35 @@ class PipelinedModel:
     def _run(
         self, weights: Tree, shared: Tree, wire: Array, micro: Tree, index: Array
     ) -> tuple[Array, Array, tuple[Tree, Tree]]:
-        """One virtual stage on one microbatch."""
-        wire, loss, sums = self.model.run_stage(
-            (weights, shared),
-            wire,
-            micro,
-            index,
-            self._place,
-            chunk=self.loss_chunk,
+        """One virtual stage on one microbatch.
+
+        Args:
+          weights: Of the blocks, the stage's own ``[depth, …]``.
+          shared: The other parameters.
+          wire: What the stage before has sent; the first one reads ``micro``.
+          micro: See ``Model.loss``.
+          index: The number of the stage.
+
+        Returns:
+          What is sent to the next stage, and the stage's share of both results of
+          ``Model.loss``, which are added up over stages.
+        """
+        model, place, split = self.model, self._place, self.model.split
+        assert split is not None, "the model of a pipeline has stages"
+        params = model.join(weights, shared)
+        numbers = jnp.asarray(split.numbers.reshape(-1, split.depth))
+        own = jax.lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)
+        hidden = jax.lax.cond(
+            index == 0, lambda: model.embed(params, micro, place), lambda: wire
         )
-        return wire, loss, ((), sums)
+        hidden, extra, sums = model.run_blocks(params, hidden, micro, place, own)
+
+        def last() -> Float[Array, ""]:
+            return model.head_loss(params, hidden, micro, place, chunk=self.loss_chunk)
+
+        is_last = index == len(split.layers) - 1
+        loss = jax.lax.cond(is_last, last, lambda: jnp.float32(0.0))
+        return hidden, loss + extra, ((), {"loss": loss, **sums})
 
 
 def schedule_of(

@@ -2,16 +2,19 @@
 """``Model``: all that the trainer knows of a model, in whatever framework it is.
 
 A model is pure functions of a parameter tree. A subclass says how its parameters are
-initialized, the logical names of their dims, and the loss of a batch. Shapes, layouts
-and sharded initialization follow from these. A model whose blocks repeat is a
-``StagedModel``.
+initialized, the logical names of their dims, and computes what is before its repeated
+blocks, the blocks, and what follows them. Shapes, layouts, sharded initialization, the
+loss of a batch and the stages of a pipeline follow from these.
+
+The parameters of the blocks are stacked: each kind has one array ``[layers, ...]``,
+which a scan iterates over, so that one block is compiled.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, Self, TypeAlias
 
@@ -23,15 +26,15 @@ from jaxtyping import Array, Float, Int
 from tessera.errors import (
     AxisReusedError,
     ParameterTreeError,
-    SettingValueError,
     ShardDivisibilityError,
-    did_you_mean,
 )
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree, named_leaves, path_name
 from tessera.mesh import Mesh
+from tessera.ops.losses import cross_entropy
 from tessera.shard import ShardSpec
 from tessera.train.models.decoding import Decoding
+from tessera.train.models.layer_scan import NONE, Policies, policies_of
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.pipeline_stages import StageSplit
 
@@ -52,16 +55,35 @@ class Model(ABC):
       config: The model's own configuration, a dataclass.
       frozen: Names of the parameters that are not trained, as ``encoder/table``.
       dtype: Dtype of activations; None is that of the parameters.
+      remat: The rematerialization policies of the blocks; see ``policies_of``.
+      split: The pipeline stages of the blocks, whose parameters are then stored by
+        stage, see ``StageSplit``.
     """
 
     config: Any
     frozen: frozenset[str] = field(default=frozenset(), kw_only=True)
     dtype: str | None = field(default=None, kw_only=True)
+    remat: Any = field(default=NONE, kw_only=True)
+    split: StageSplit | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.remat, str):  # a list is not hashable; a model is
+            object.__setattr__(self, "remat", self.policies)
 
     @property
-    def split(self) -> StageSplit | None:
-        """The stages by which parameters are stored, where a pipeline runs them."""
-        return None
+    @abstractmethod
+    def blocks(self) -> str | None:
+        """The entry of the parameters that has those of the blocks; None without."""
+
+    @property
+    @abstractmethod
+    def block_kinds(self) -> tuple[str, ...]:
+        """The kind of each block, as ``policies_of`` takes them."""
+
+    @property
+    @abstractmethod
+    def layer_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each block and of the logits, in millions."""
 
     @property
     @abstractmethod
@@ -70,38 +92,58 @@ class Model(ABC):
 
     @abstractmethod
     def new_params(self, key: jax.Array) -> Tree:
-        """Newly initialized float32 parameters: nested dicts of arrays."""
+        """Newly initialized float32 parameters without stages: nested dicts."""
 
     @abstractmethod
-    def dim_names(self) -> Tree:
-        """The logical names of each parameter's dims, in a tree like the parameters."""
+    def plain_dim_names(self) -> Tree:
+        """The logical names of each parameter's dims without stages."""
 
     @abstractmethod
-    def loss(
-        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
-    ) -> tuple[Float[Array, ""], Sums]:
-        """The loss of a batch, in nats summed over its targets.
+    def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """The hidden state of so many sequences, which stages send on."""
+
+    @abstractmethod
+    def constrain_wire(self, wire: Array, place: Placement) -> Array:
+        """A hidden state in its layout."""
+
+    @abstractmethod
+    def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
+        """The hidden state before the first block.
 
         Args:
-          params: As from ``init``.
-          batch: int32 ``[B, S]`` arrays ``tokens``, ``targets``, ``segment_ids`` and
-            ``positions``; a target of ``IGNORE_INDEX`` does not count.
-          place: The layout of activations.
-          chunk: Of how many tokens a device computes logits at a time: a number,
-            ``auto``, or ``none`` for all of them.
-
-        Returns:
-          What is differentiated, and the sums of ``sum_names``.
+          params: Without stages; those of the blocks may be of some blocks only.
+          batch: See ``loss``.
+          place: See ``loss``.
         """
 
     @abstractmethod
-    def logits(
-        self, params: Tree, batch: Batch, place: Placement
-    ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token after each one; arguments as for ``loss``.
+    def run_blocks(
+        self,
+        params: Tree,
+        hidden: Array,
+        batch: Batch,
+        place: Placement,
+        numbers: Int[Array, " layers"] | None = None,
+    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
+        """The hidden state after the blocks.
 
-        Sequences are in their own order: ``place`` does not shard them.
+        Args:
+          params: See ``embed``.
+          hidden: The state before them.
+          batch: See ``loss``.
+          place: See ``loss``.
+          numbers: The index in the model of each block in ``params``; None has all.
+            An index past the last block is of padding, which does nothing.
+
+        Returns:
+          The state, what is trained beside the loss, and the sums to report.
         """
+
+    @abstractmethod
+    def head(
+        self, params: Tree, hidden: Array, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits of a hidden state; arguments as for ``embed``."""
 
     @abstractmethod
     def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
@@ -157,21 +199,71 @@ class Model(ABC):
         del mesh
         return []
 
+    @property
+    def is_even(self) -> bool:
+        """Whether no stage has padding."""
+        return self.split is None or self.split.is_even
+
+    @property
+    def policies(self) -> Policies:
+        """The rematerialization policy of each block.
+
+        Raises:
+          SettingValueError: [T502] a policy does not exist, or there is not one for
+            each block.
+        """
+        return policies_of(self.remat, self.block_kinds)
+
     def remat_notes(self) -> list[str]:
         """Which layers the backward pass computes again."""
-        return []
+        return [
+            f"{name} in {count} of {len(self.policies)} layers"
+            for name, count in Counter(self.policies).items()
+            if name != NONE
+        ]
+
+    def dim_names(self) -> Tree:
+        """The logical names of each parameter's dims as it is stored."""
+        names = self.plain_dim_names()
+        if self.split is None:
+            return names
+
+        def staged(dims: tuple[str | None, ...]) -> tuple[str | None, ...]:
+            return (None, "stages", *dims)
+
+        def is_dims(node: Any) -> bool:
+            return isinstance(node, tuple)
+
+        blocks = jax.tree.map(staged, names[self.blocks], is_leaf=is_dims)
+        return {**names, self.blocks: blocks}
 
     def stored(self, params: Tree) -> Tree:
         """Convert parameters without stages to the form of ``init``."""
-        return params
+        if self.split is None:
+            return params
+        return {**params, self.blocks: self.split.stack(params[self.blocks])}
 
     def plain(self, params: Tree) -> Tree:
         """Convert parameters from the form of ``init`` to that without stages."""
-        return params
+        if self.split is None:
+            return params
+        return {**params, self.blocks: self.split.unstack(params[self.blocks])}
 
     def without_stages(self) -> Self:
         """The model whose parameters are stored without stages."""
-        return self
+        return self if self.split is None else replace(self, split=None)
+
+    def divide(self, params: Tree) -> tuple[Tree, Tree]:
+        """The parameters of the blocks, and the others.
+
+        Also of trees like the parameters, such as their layouts.
+        """
+        shared = {name: part for name, part in params.items() if name != self.blocks}
+        return params.get(self.blocks), shared
+
+    def join(self, blocks: Tree, shared: Tree) -> Tree:
+        """Undo ``divide``."""
+        return {**shared, self.blocks: blocks}
 
     @cached_property
     def _plain(self) -> Tree:
@@ -272,52 +364,57 @@ class Model(ABC):
 
         return jax.jit(make, out_shardings=shardings)(key)
 
+    def loss(
+        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
+    ) -> tuple[Float[Array, ""], Sums]:
+        """The loss of a batch, in nats summed over its targets.
 
-def freeze(
-    model: Model, trainable: Sequence[str] | None, frozen: Sequence[str]
-) -> Model:
-    """The model with some of its parameters frozen.
+        Args:
+          params: As from ``init``.
+          batch: int32 ``[B, S]`` arrays ``tokens``, ``targets``, ``segment_ids`` and
+            ``positions``; a target of ``IGNORE_INDEX`` does not count.
+          place: The layout of activations.
+          chunk: Of how many tokens a device computes logits at a time: a number,
+            ``auto``, or ``none`` for all of them.
 
-    Args:
-      model: Whose parameters.
-      trainable: Patterns of the names that are trained, as ``fnmatch`` matches them;
-        None trains the model's adapters, or all parameters of a model without any.
-      frozen: Patterns of those that are not, although ``trainable`` has them.
+        Returns:
+          What is differentiated, and the sums of ``sum_names``.
 
-    Raises:
-      SettingValueError: [T502] a pattern matches no parameter, one of ``frozen`` none
-        that would be trained, nothing is left to train, or no adapter of a model that
-        has some.
-    """
-    if trainable is None and not frozen and not model.adapters:
-        return model
-    names = set(named_leaves(model.abstract()))
-    kept = set(model.adapters) or names
-    if trainable is not None:
-        kept = _matches("trainable", trainable, names, "")
-    kept = kept - _matches("frozen", frozen, kept, " that would be trained")
-    if not kept & (model.adapters or names):
-        example = "lora" if model.adapters else "norm"
-        raise SettingValueError(
-            f"no {'adapter' if model.adapters else 'parameter'} is left to train",
-            got=f"training.trainable={trainable}, training.frozen={[*frozen]}",
-            fix=f"use patterns that leave some, as training.trainable=['*{example}*']",
-        )
-    return replace(model, frozen=frozenset(names - kept))
+        Raises:
+          ParameterTreeError: [T306] names or shapes are not those of this model.
+        """
+        self.check_params(params)
+        params = self.plain(params)
+        hidden = self.embed(params, batch, place)
+        hidden, extra, sums = self.run_blocks(params, hidden, batch, place)
+        loss = self.head_loss(params, hidden, batch, place, chunk=chunk)
+        return loss + extra, {"loss": loss, **sums}
 
+    def head_loss(
+        self,
+        params: Tree,
+        hidden: Array,
+        batch: Batch,
+        place: Placement,
+        *,
+        chunk: int | str,
+    ) -> Float[Array, ""]:
+        """The summed loss of the logits after the last block; see ``loss``."""
+        del chunk
+        logits = self.head(params, hidden, batch, place)
+        return cross_entropy(logits, batch["targets"], reduction="sum")
 
-def _matches(
-    setting: str, patterns: Sequence[str], names: set[str], which: str
-) -> set[str]:
-    """The names that a setting's patterns match; each has to match one."""
-    found = {p: {name for name in names if fnmatchcase(name, p)} for p in patterns}
-    if unused := [p for p in patterns if not found[p]]:
-        raise SettingValueError(
-            f"a pattern of training.{setting} matches no parameter{which}",
-            got=", ".join(map(repr, unused)),
-            fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
-        )
-    return {name for matched in found.values() for name in matched}
+    def logits(
+        self, params: Tree, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """Logits of the token after each one; arguments as for ``loss``.
+
+        Sequences are in their own order: ``place`` does not shard them.
+        """
+        params = self.plain(params)
+        hidden = self.embed(params, batch, place)
+        hidden, _, _ = self.run_blocks(params, hidden, batch, place)
+        return self.head(params, hidden, batch, place)
 
 
 def num_targets(batch: Batch) -> Float[Array, ""]:

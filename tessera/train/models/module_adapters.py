@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ class Blocks:
     texts: Sequence[str]
 
 
+_NO_BLOCKS: Final = Blocks("", lambda rest: ([], rest), lambda *own: own, (), ())
+
+
 @dataclass(frozen=True)
 class Adapter:
     """A model as pure functions.
@@ -57,12 +60,12 @@ class Adapter:
       init: From a key to a tree of parameters.
       bind: From such a tree to the model, which is called with the inputs by name; with
         blocks, from the tree without them to a model with the methods of ``METHODS``.
-      blocks: The repeated blocks, if the model names them.
+      blocks: The repeated blocks, none unless the model names them.
     """
 
     init: Callable[[jax.Array], Tree]
     bind: Callable[[Tree], Any]
-    blocks: Blocks | None = None
+    blocks: Blocks = _NO_BLOCKS
 
 
 def adapt(

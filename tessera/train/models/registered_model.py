@@ -1,187 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``register_model``: lets the trainer train a model of one's own.
+"""``RegisteredModel``: what ``register_model`` was given, as the trainer uses it."""
 
-    @register_model(config=Sizes, dims={"embed/embedding": "vocab embed", ...})
-    class Decoder(nnx.Module):
-        def __init__(self, config, *, rngs): ...
-        def __call__(self, tokens, segment_ids, positions): ...  # logits
-
-``tessera train model=my_package.my_module:Decoder`` imports the module and trains it.
-"""
-
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from tessera.errors import (
-    ModelDefinitionError,
-    OperandError,
-    SettingConflictError,
-    TesseraError,
-)
+from tessera.analysis.flops import count
+from tessera.errors import DimTableError, ModelDefinitionError, OperandError
 from tessera.foundations.tree import Tree, named_leaves, nest
+from tessera.graph.pipelining.ring_buffers import zeros
+from tessera.graph.rewriting import contains
 from tessera.mesh import Mesh
-from tessera.ops.losses import cross_entropy
-from tessera.train.models.block_methods import check_methods
+from tessera.ops.wide_gradients import is_copy
+from tessera.train.models.block_methods import INDEX, call
 from tessera.train.models.decoding import Decoding
-from tessera.train.models.definition import (
-    MODEL_SETTINGS,
-    ModelDefinition,
-    ModelOptions,
-    define,
-)
 from tessera.train.models.dim_table import dim_names
+from tessera.train.models.layer_scan import (
+    NAMED,
+    Policies,
+    policies_of_stage,
+    scan_layers,
+)
 from tessera.train.models.model import Batch, DimNames, Model, Sums
-from tessera.train.models.module_adapters import Adapter, Inputs, adapt
+from tessera.train.models.module_adapters import Adapter, Blocks, Inputs, adapt
 from tessera.train.models.partition_rules import NO_MESH, Placement
 from tessera.train.models.recomputed_decoding import RecomputedDecoding
 
-INPUTS: Final = ("tokens", "segment_ids", "positions")
-"""What a model may read of a batch, int32 ``[B, S]`` each."""
+if TYPE_CHECKING:
+    from tessera.train.models.register_model import RegisteredDefinition
 
 # Names of dims whose parameters are stacked: a scan takes one layer at a time.
 _STACKED: Final = frozenset({"layers"})
-_MESH_AXES: Final = ("dp", "fsdp", "tp", "ep_outer", "ep")
-
-Target = TypeVar("Target")
-
-
-def register_model(
-    *,
-    config: type,
-    dims: Mapping[str, str],
-    inputs: Sequence[str] = INPUTS,
-    init: Callable[..., Tree] | None = None,
-    blocks: str | None = None,
-) -> Callable[[Target], Target]:
-    """A decorator that lets configurations name a model.
-
-    Decorates a class, which is called with ``config`` and ``rngs=`` (flax.nnx),
-    ``config`` (Linen) or ``config`` and ``key=`` (Equinox), and whose instances are
-    called with the inputs by name; or a function ``(config, params, **inputs)``. The
-    result is logits, floating-point ``[B, S, V]``. Parameters are float32.
-
-    A model that names its repeated ``blocks`` has three methods in the place of the
-    call, which are static methods of a class for functions. Each takes by name what it
-    reads of the inputs, and ``block`` may take ``index``, the number of the block:
-
-    ================== ====================== ================================
-    method             of a module            of functions
-    ================== ====================== ================================
-    the hidden state   ``embed(self)``        ``embed(config, params)``
-    after a block      ``block(self, block,   ``block(config, params, block,
-                       hidden)``              hidden)``
-    the logits         ``head(self, hidden)`` ``head(config, params, hidden)``
-    ================== ====================== ================================
-
-    The blocks are then scanned, ``training.remat`` applies to each, and pipelines run
-    them in stages. Their parameters are stacked: ``layers/0/up`` and ``layers/1/up``
-    are ``layers/up``, whose first dim is that of the layers.
-
-    Args:
-      config: A dataclass, whose fields become the settings of the group ``model``.
-      dims: The logical names of each parameter's dims, by patterns of its name; see
-        ``tessera.train.models.dim_table``.
-      inputs: What the model reads of a batch, of ``INPUTS``. Rows hold several
-        documents: without ``segment_ids`` tokens attend to other documents.
-      init: For a function: ``(config, key) -> params``.
-      blocks: The attribute, or for functions the entry of the parameters, that is the
-        list of blocks; they differ in nothing but the values of their parameters.
-
-    Raises:
-      ModelDefinitionError: [T407] the arguments do not fit each other.
-    """
-    _check_config(config)
-    if unknown := set(inputs) - set(INPUTS):
-        raise ModelDefinitionError(
-            "a batch does not have these inputs",
-            got=f"inputs={tuple(inputs)}: {', '.join(sorted(unknown))}",
-            fix=f"use some of {', '.join(INPUTS)}",
-        )
-
-    def register(target: Target) -> Target:
-        if blocks is None:
-            _check_call(target, init, inputs)
-        else:
-            owner = ("self",) if init is None else ("config", "params")
-            check_methods(target, inputs, owner)
-        definition = RegisteredDefinition(
-            target, config, dims, tuple(inputs), init, blocks
-        )
-        define(definition)
-        return target
-
-    return register
-
-
-class RegisteredDefinition(ModelDefinition):
-    """What ``register_model`` was given."""
-
-    def __init__(
-        self,
-        target: Any,
-        config: type,
-        dims: Mapping[str, str],
-        inputs: tuple[str, ...],
-        init: Callable[..., Tree] | None,
-        blocks: str | None = None,
-    ) -> None:
-        self.name = f"{target.__module__}:{target.__name__}"
-        self.config_class = config
-        self.target, self.dims, self.inputs, self.init = target, dims, inputs, init
-        self.blocks = blocks
-
-    def build(
-        self, config: Any, options: ModelOptions, mesh: Mesh | None
-    ) -> "RegisteredModel":
-        """The model, with the stages of a mesh that has ``pp``."""
-        if self.blocks is None:
-            return RegisteredModel(config, self, dtype=options.dtype)
-        from tessera.train.models.registered_blocks import RegisteredBlocks
-
-        return RegisteredBlocks.of(config, self, options, mesh)
-
-    def problems(
-        self, config: Any, options: ModelOptions, mesh: Mesh
-    ) -> Iterator[TesseraError]:
-        """Settings that need more of a model than this one has, T311, T407, T408."""
-        default, has_blocks = ModelOptions(), self.blocks is not None
-        axes = (*_MESH_AXES, "pp") if has_blocks else _MESH_AXES
-        values = {
-            "model.sequence_parallel": options.sequence_parallel,
-            "model.context_parallel": options.context_parallel != "ring",
-            "training.remat": not has_blocks and options.remat != default.remat,
-            "training.loss_chunk": isinstance(options.loss_chunk, int),
-            "training.mixed_precision=fp8": options.fp8,
-        }
-        lacking = [name for name, is_set in values.items() if is_set]
-        lacking += [f"mesh axis {a!r}" for a in mesh.axes if a not in axes]
-        for what in lacking:
-            yield SettingConflictError(
-                f"a registered model has no use for {what}",
-                got=f"{self.name}, {what}",
-                fix=f"leave it out; mesh axes are {', '.join(axes)}"
-                + (
-                    "; pp and training.remat need register_model(blocks=)"
-                    if not has_blocks
-                    else ""
-                ),
-            )
-        try:
-            self.build(config, options, mesh).check()
-        except TesseraError as error:
-            yield error
+_ROWS, _LENGTH = 2, 8
 
 
 @dataclass(frozen=True, eq=False)
 class RegisteredModel(Model):
     """A registered model with a configuration; the parameters are named by paths.
+
+    A model that names no blocks has none, and its hidden state is its logits.
 
     Attributes:
       config: An instance of the configuration class.
@@ -189,7 +52,17 @@ class RegisteredModel(Model):
     """
 
     config: Any
-    definition: RegisteredDefinition
+    definition: "RegisteredDefinition"
+
+    @property
+    def blocks(self) -> str | None:
+        """The attribute that is the list of blocks."""
+        return self.definition.blocks
+
+    @property
+    def block_kinds(self) -> tuple[str, ...]:
+        """One kind, without a name."""
+        return ("",) * len(self._blocks.forms)
 
     @cached_property
     def _adapter(self) -> Adapter:
@@ -202,23 +75,84 @@ class RegisteredModel(Model):
         return jax.eval_shape(lambda: self._adapter.init(jax.random.key(0)))
 
     @cached_property
-    def _logits(self) -> jax.ShapeDtypeStruct:
-        def logits(params: Tree, inputs: Inputs) -> Array:
-            return self.logits(params, inputs, NO_MESH)
+    def _blocks(self) -> Blocks:
+        """The blocks of the adapter, which differ only in the values of parameters."""
+        blocks = self._adapter.blocks
+        each = [named_leaves(tree) for tree in blocks.divide(self._shapes)[0]]
+        for number, own in enumerate(each):
+            line = _difference(each[0], own) or (
+                None
+                if blocks.forms[number] == blocks.forms[0]
+                else _first_line(blocks.texts[0], blocks.texts[number])
+            )
+            if line or not own:
+                raise ModelDefinitionError(
+                    "the blocks of a model differ in the values of their parameters "
+                    "alone: one program runs them all",
+                    got=f"block 0 and block {number}: {line or 'without parameters'}",
+                    fix="make them alike; what depends on the number of the block can "
+                    "be computed from index, an argument of the method block",
+                )
+        return blocks
 
-        return jax.eval_shape(logits, self._plain, self._abstract_inputs(2, 8))
+    @cached_property
+    def _parts(self) -> tuple[Tree, Tree]:
+        """Shapes of one block, and of what is beside the blocks, as adapted."""
+        blocks, rest = self._blocks.divide(self._shapes)
+        return blocks[0] if blocks else {}, rest
 
-    def _abstract_inputs(self, rows: int, length: int) -> dict[str, Any]:
-        struct = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-        return dict.fromkeys(self.definition.inputs, struct)
-
-    def check(self) -> None:
-        """Check the parameters, the table of their dims, and the logits.
+    @cached_property
+    def _own_dims(self) -> Mapping[str, DimNames]:
+        """The dims of a block's parameters, which are those of all blocks.
 
         Raises:
-          ModelDefinitionError: [T407] parameters or logits are not of the right form.
           DimTableError: [T408] the table does not fit the parameters.
         """
+        first: dict[str, DimNames] = {}
+        for number in range(len(self._blocks.forms)):
+            for name in named_leaves(self._parts[0]):
+                full = f"{self._blocks.prefix}{number}/{name}"
+                dims = self._dim_names[full]
+                if first.setdefault(name, dims) != dims:
+                    raise DimTableError(
+                        "the parameters of blocks are stacked, but their dims differ",
+                        got=f"{full}: {dims}, in block 0 {first[name]}",
+                        fix="use patterns with * for the number of the block",
+                    )
+        return first
+
+    @cached_property
+    def _dim_names(self) -> dict[str, DimNames]:
+        shapes = {name: x.shape for name, x in named_leaves(self._shapes).items()}
+        return dim_names(self.definition.dims, shapes)
+
+    def plain_dim_names(self) -> Tree:
+        """The logical names of each parameter's dims; of blocks, ``layers`` first."""
+        dims = {name: self._dim_names[name] for name in named_leaves(self._parts[1])}
+        for name, own in self._own_dims.items():
+            dims[f"{self.blocks}/{name}"] = ("layers", *own)
+        return nest(dims)
+
+    def new_params(self, key: jax.Array) -> Tree:
+        """Newly initialized parameters, those of the blocks stacked."""
+        blocks, rest = self._blocks.divide(self._adapter.init(key))
+        named, each = named_leaves(rest), [named_leaves(block) for block in blocks]
+        for name in self._own_dims:
+            named[f"{self.blocks}/{name}"] = jnp.stack([own[name] for own in each])
+        return nest(named)
+
+    def check(self) -> None:
+        """Check the parameters, their table, the hidden state, logits and policies.
+
+        Raises:
+          ModelDefinitionError: [T407] parameters, blocks, the hidden state or logits
+            are not of the right form.
+          DimTableError: [T408] the table does not fit the parameters.
+          SettingValueError: [T502] a policy does not exist.
+          SettingConflictError: [T507] the blocks of a stage differ in their policies.
+        """
+        if self.blocks is not None:
+            self._check_blocks()
         leaves = jax.tree.leaves(self._shapes)
         named = named_leaves(self._shapes)
         wrong = [
@@ -234,34 +168,59 @@ class RegisteredModel(Model):
             )
         self.dim_names()
         shape, dtype = self._logits.shape, self._logits.dtype
-        if (
-            shape[:2] != (2, 8)
-            or len(shape) != 3
-            or not jnp.issubdtype(dtype, jnp.floating)
-        ):
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        if shape[:2] != (_ROWS, _LENGTH) or len(shape) != 3 or not is_floating:
             raise ModelDefinitionError(
                 "a model gives logits [batch, sequence, vocabulary]",
-                got=f"{dtype}{[*shape]} for tokens [2, 8]",
+                got=f"{dtype}{[*shape]} for tokens [{_ROWS}, {_LENGTH}]",
                 fix="return the logits of every position, floating-point",
             )
+
+    def _check_blocks(self) -> None:
+        before, after = self._hidden, jax.eval_shape(self._block_of_zeros, self._hidden)
+        if _described(before) != _described(after):
+            raise ModelDefinitionError(
+                "a block returns a hidden state of the shape and dtype that it takes",
+                got=f"{_described(before)} before, {_described(after)} after",
+                fix="return such an array from block",
+            )
+        policies = self.policies
+        if self.split is not None:
+            policies_of_stage(policies, self.split.depth)
+
+    @cached_property
+    def _hidden(self) -> jax.ShapeDtypeStruct:
+        hidden = self.wire(_ROWS, _LENGTH)
+        shape = getattr(hidden, "shape", ())
+        is_sequence = shape[:2] == (_ROWS, _LENGTH) and len(shape) > 2
+        if not is_sequence or not jnp.issubdtype(hidden.dtype, jnp.floating):
+            raise ModelDefinitionError(
+                "a hidden state is one floating-point array [batch, sequence, ...]",
+                got=f"{_described(hidden)} for tokens [{_ROWS}, {_LENGTH}]",
+                fix="return such an array from embed; block can compute the rest from "
+                "its inputs",
+            )
+        return hidden
+
+    @cached_property
+    def _logits(self) -> jax.ShapeDtypeStruct:
+        """Those of the hidden state before the blocks, which has the same shape."""
+
+        def logits(params: Tree, inputs: Inputs) -> Array:
+            hidden = self.embed(params, inputs, NO_MESH)
+            return self.head(params, hidden, inputs, NO_MESH)
+
+        inputs = self._abstract_inputs(_ROWS, _LENGTH)
+        return jax.eval_shape(logits, self._plain, inputs)
+
+    def _abstract_inputs(self, rows: int, length: int) -> dict[str, Any]:
+        struct = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        return dict.fromkeys(self.definition.inputs, struct)
 
     @property
     def vocab_size(self) -> int:
         """The last dim of the logits."""
         return self._logits.shape[-1]
-
-    def new_params(self, key: jax.Array) -> Tree:
-        """Newly initialized parameters, in nested dicts by the parts of their names."""
-        return nest(named_leaves(self._adapter.init(key)))
-
-    @cached_property
-    def _dim_names(self) -> dict[str, DimNames]:
-        shapes = {name: x.shape for name, x in named_leaves(self._shapes).items()}
-        return dim_names(self.definition.dims, shapes)
-
-    def dim_names(self) -> Tree:
-        """The logical names of each parameter's dims, by the table."""
-        return nest(self._dim_names)
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """What the model does not read of a batch."""
@@ -273,19 +232,117 @@ class RegisteredModel(Model):
             "before it in its row"
         ]
 
-    def logits(
-        self, params: Tree, batch: Inputs, place: Placement
-    ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token after each one.
+    @property
+    def layer_costs(self) -> tuple[list[float], float]:
+        """Multiplications per token of each block and of the logits, in millions."""
 
-        Parameters that ``dp`` or ``fsdp`` shard are gathered where they are used: XLA
-        is not left to choose between them and the batch, which the same axes shard.
-        """
-        tree = self._gathered(
-            named_leaves(params), self._dim_names, self._shapes, place
+        def head(params: Tree, hidden: Array, inputs: Inputs) -> Array:
+            return self.head(params, hidden, inputs, NO_MESH)
+
+        inputs = self._abstract_inputs(_ROWS, _LENGTH)
+        programs = (
+            jax.make_jaxpr(self._block_of_zeros)(self._hidden),
+            jax.make_jaxpr(head)(self._plain, self._hidden, inputs),
         )
+        one, last = (count(each).total / (2e6 * _ROWS * _LENGTH) for each in programs)
+        return [one] * len(self._blocks.forms), last
+
+    @cached_property
+    def _known_policies(self) -> Policies:
+        """The policies; ``dots`` for ``named`` where the blocks name nothing.
+
+        They would compute everything again.
+        """
+        if NAMED not in self.policies:
+            return self.policies
+        block = jax.make_jaxpr(self._block_of_zeros)(self._hidden)
+        if contains(block, lambda equation: equation.primitive.name == "name"):
+            return self.policies
+        return tuple("dots" if name == NAMED else name for name in self.policies)
+
+    def _block_of_zeros(self, hidden: Array) -> Array:
+        """One block, whose parameters and inputs are zeros."""
+        place = self.place(None)
+        own, rest = jax.tree.map(place.cast, zeros(self._parts))
+        inputs = zeros(self._abstract_inputs(*hidden.shape[:2]))
+        model, block = self._blocks.bind(rest, own)
+        hidden = call(model.block, {**inputs, INDEX: jnp.int32(0)}, block, hidden)
+        return self.constrain_wire(hidden, place)
+
+    def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
+        """The hidden state of so many sequences."""
+
+        def embed(params: Tree, inputs: Inputs) -> Array:
+            return self.embed(params, inputs, self.place(None))
+
+        return jax.eval_shape(embed, self._plain, self._abstract_inputs(rows, length))
+
+    def constrain_wire(self, wire: Array, place: Placement) -> Array:
+        """A hidden state in the dtype of activations; the data axes shard its rows."""
+        if place.mesh is not None:
+            wire = place.constrain(wire, "batch", *(None,) * (wire.ndim - 1))
+        return wire if place.dtype is None else wire.astype(place.dtype)
+
+    def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
+        """See ``Model.embed``."""
+        model = self._adapter.bind(self._rest(params, place))
         with place.autocast():
-            return self._adapter.bind(tree)(**self._inputs(batch))
+            if self.blocks is None:
+                return model(**self._inputs(batch))
+            hidden = call(model.embed, self._inputs(batch))
+        return self.constrain_wire(hidden, place)
+
+    def run_blocks(
+        self,
+        params: Tree,
+        hidden: Array,
+        batch: Batch,
+        place: Placement,
+        numbers: Int[Array, " layers"] | None = None,
+    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
+        """See ``Model.run_blocks``."""
+        inputs, total = self._inputs(batch), len(self._blocks.forms)
+        if self.blocks is None:
+            return hidden, 0.0, {}
+
+        def body(hidden: Array, layer: tuple[Tree, Array]) -> tuple[Array, Tree]:
+            named, number = layer
+            # Cast here, or the loop would add up the gradients by its layers narrow.
+            rest = self._rest(params, place)
+            own = self._gathered(named, self._own_dims, self._parts[0], place)
+            model, block = self._blocks.bind(rest, own)
+            with place.autocast():
+                hidden = call(model.block, {**inputs, INDEX: number}, block, hidden)
+            return self.constrain_wire(hidden, place), ()
+
+        exists = None if numbers is None or self.is_even else numbers < total
+        numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
+        layers = named_leaves(params[self.blocks], is_leaf=is_copy), numbers
+        policies = policies_of_stage(self._known_policies, len(numbers))
+        hidden, _ = scan_layers(
+            body,
+            hidden,
+            layers,
+            policies,
+            exists=exists,
+            regathered=place.mesh is not None,
+        )
+        return hidden, 0.0, {}
+
+    def head(
+        self, params: Tree, hidden: Array, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """See ``Model.head``."""
+        if self.blocks is None:
+            return hidden
+        model = self._adapter.bind(self._rest(params, place))
+        with place.autocast():
+            return call(model.head, self._inputs(batch), hidden)
+
+    def _rest(self, params: Tree, place: Placement) -> Tree:
+        """What is beside the blocks, as the adapter has it."""
+        named = named_leaves(self.divide(params)[1])
+        return self._gathered(named, self._dim_names, self._parts[1], place)
 
     def _inputs(self, batch: Inputs) -> dict[str, Array]:
         """What the model reads of a batch."""
@@ -298,7 +355,10 @@ class RegisteredModel(Model):
         like: Tree,
         place: Placement,
     ) -> Tree:
-        """Parameters as the adapter has them, cast and gathered over the data axes."""
+        """Parameters as the adapter has them, cast and gathered over the data axes.
+
+        XLA is not left to choose between them and the batch, which the same axes shard.
+        """
         gathering = frozenset(("dp", "fsdp", "pp"))
         gathered = replace(place, vmapped_axes=place.vmapped_axes | gathering)
         leaves: list[Array] = []
@@ -322,41 +382,29 @@ class RegisteredModel(Model):
                 fix="leave cache_dtype out",
             )
         # In the dtype of the parameters, as decoders generate.
-        return RecomputedDecoding(self, place=replace(self.place(mesh), dtype=None))
-
-    def loss(
-        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
-    ) -> tuple[Float[Array, ""], Sums]:
-        """See ``Model.loss``: the cross-entropy of all logits at once."""
-        del chunk
-        logits = self.logits(params, batch, place)
-        loss = cross_entropy(logits, batch["targets"], reduction="sum")
-        return loss, {"loss": loss}
+        place = replace(self.place(mesh), dtype=None)
+        return RecomputedDecoding(self.without_stages(), place=place)
 
 
-def _check_config(config: type) -> None:
-    if not is_dataclass(config) or not isinstance(config, type):
-        got, fix = f"{config!r}", "give a class that @dataclass decorates"
-    elif clash := [one.name for one in fields(config) if one.name in MODEL_SETTINGS]:
-        got, fix = f"{config.__name__}.{clash[0]}", "give the field another name"
-    else:
-        return
-    raise ModelDefinitionError(
-        "the configuration of a model is a dataclass whose fields are settings",
-        got=got,
-        fix=fix,
-    )
+def _described(value: Any) -> str:
+    shapes = [f"{x.dtype}{[*x.shape]}" for x in jax.tree.leaves(value)]
+    return ", ".join(shapes) or type(value).__name__
 
 
-def _check_call(target: Any, init: Any, inputs: Sequence[str]) -> None:
-    call: Any = target if init is not None else getattr(target, "__call__")  # noqa: B004, B009
-    before = [None, None] if init is not None else [None]
-    try:
-        inspect.signature(call).bind(*before, **dict.fromkeys(inputs))
-    except (TypeError, ValueError) as error:
-        raise ModelDefinitionError(
-            f"{getattr(target, '__name__', target)} cannot be called with its inputs",
-            got=f"inputs={tuple(inputs)}: {error}",
-            fix="take these arguments by name, or declare the ones that it takes: "
-            'inputs=("tokens",)',
-        ) from error
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first parameter in which two blocks differ."""
+    for name in sorted(first.keys() | other.keys()):
+        before, now = (
+            _described(each[name]) if name in each else "none"
+            for each in (first, other)
+        )
+        if before != now:
+            return f"{name} is {before} and {now}"
+    return None
+
+
+def _first_line(first: str, other: str) -> str:
+    """The first lines in which two texts differ."""
+    pairs = zip_longest(first.splitlines(), other.splitlines(), fillvalue="")
+    lines = ([line.strip(" ,") for line in pair] for pair in pairs)
+    return next((f"{a} and {b}" for a, b in lines if a != b), "an attribute")

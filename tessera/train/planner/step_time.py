@@ -23,7 +23,6 @@ from tessera.targets.target import Target
 from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model
 from tessera.train.models.model import Model
-from tessera.train.models.staged_model import StagedModel
 from tessera.train.planner.communication import Communication, Transfer
 from tessera.train.planner.device_work import Compute, DeviceWork
 from tessera.train.planner.layout import Layout
@@ -221,7 +220,7 @@ class _Prediction:
         ends = np.zeros(table.stages)
         ends[-1] = 1.0
         split = self.built.split
-        if split is None or not isinstance(self.built, StagedModel):
+        if split is None:
             return np.full(table.stages, 1.0 / table.stages), ends
         costs, _ = self.built.layer_costs
         shares = np.zeros(table.stages)

@@ -26,9 +26,8 @@ from tessera.train.models.decoder.decoder import RESIDUAL, Decoder
 from tessera.train.models.decoder.placement import decoder_placement
 from tessera.train.models.decoder.router_metrics import ROUTER_METRICS, router_sums
 from tessera.train.models.decoding import Decoding
-from tessera.train.models.model import Batch, DimNames, Sums, num_targets
+from tessera.train.models.model import Batch, DimNames, Model, Sums, num_targets
 from tessera.train.models.partition_rules import Placement
-from tessera.train.models.staged_model import StagedModel
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
 
@@ -46,7 +45,7 @@ def _abstract_parts(
 
 
 @dataclass(frozen=True)
-class DecoderModel(StagedModel):
+class DecoderModel(Model):
     """A decoder without arrays.
 
     Attributes:
@@ -246,7 +245,7 @@ class DecoderModel(StagedModel):
         return place.constrain(wire, *RESIDUAL)
 
     def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
-        """See ``StagedModel.embed``."""
+        """See ``Model.embed``."""
         return self.merge(params).embed(batch["tokens"], place=place)
 
     def run_blocks(
@@ -257,7 +256,7 @@ class DecoderModel(StagedModel):
         place: Placement,
         numbers: Int[Array, " layers"] | None = None,
     ) -> tuple[Array, Float[Array, ""] | float, Sums]:
-        """See ``StagedModel.run_blocks``; the routers' losses are trained beside it.
+        """See ``Model.run_blocks``; the routers' losses are trained beside it.
 
         They are means over one batch, weighted by its number of targets.
         """
@@ -281,7 +280,7 @@ class DecoderModel(StagedModel):
         *,
         chunk: int | str,
     ) -> Float[Array, ""]:
-        """See ``StagedModel.head_loss``."""
+        """See ``Model.head_loss``."""
         module = self.merge(params)
         return module.loss(
             module.normalized(hidden, place=place),
@@ -291,16 +290,13 @@ class DecoderModel(StagedModel):
             place=place,
         )
 
-    def logits(
-        self, params: Tree, batch: Batch, place: Placement
+    def head(
+        self, params: Tree, hidden: Array, batch: Batch, place: Placement
     ) -> Float[Array, "batch seq vocab"]:
-        """See ``Model.logits``; float32."""
-        return self.merge(self.plain(params))(
-            batch["tokens"],
-            positions=batch["positions"],
-            segment_ids=batch["segment_ids"],
-            place=place,
-        )
+        """See ``Model.head``; float32."""
+        del batch
+        module = self.merge(params)
+        return module.logits(module.normalized(hidden, place=place), place=place)
 
     def apply(
         self,
