@@ -98,11 +98,14 @@ class ModelDefinition(ABC):
     def build(self, config: Any, options: ModelOptions, mesh: "Mesh | None") -> "Model":
         """The model, without arrays, for a mesh."""
 
-    @abstractmethod
     def problems(
         self, config: Any, options: ModelOptions, mesh: "Mesh"
     ) -> Iterator[TesseraError]:
-        """Every reason why the model cannot be laid out on a mesh; no backend."""
+        """Why the model cannot be laid out on a mesh; no backend."""
+        try:
+            self.build(config, options, mesh).check(mesh)
+        except TesseraError as error:
+            yield error
 
     def widths(self, config: Any, length: int) -> Mapping[str, int]:
         """Numbers that the largest activations have for each token, by their names."""

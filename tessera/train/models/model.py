@@ -34,7 +34,12 @@ from tessera.mesh import Mesh
 from tessera.ops.losses import cross_entropy
 from tessera.shard import ShardSpec
 from tessera.train.models.decoding import Decoding
-from tessera.train.models.layer_scan import NONE, Policies, policies_of
+from tessera.train.models.layer_scan import (
+    NONE,
+    Policies,
+    policies_of,
+    policies_of_stage,
+)
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.pipeline_stages import StageSplit
 
@@ -156,6 +161,19 @@ class Model(ABC):
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
+
+    def check(self, mesh: Mesh) -> None:
+        """Check that the model can be laid out on a mesh.
+
+        Raises:
+          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          SettingValueError: [T502] a policy of ``remat`` does not exist.
+          SettingConflictError: [T507] the blocks of a stage differ in their policies.
+        """
+        self.place(mesh)
+        policies = self.policies
+        if self.split is not None:
+            policies_of_stage(policies, self.split.depth)
 
     def check_params(self, params: Tree) -> None:
         """Check that a tree has the parameters of this model.

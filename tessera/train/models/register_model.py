@@ -165,10 +165,7 @@ class RegisteredDefinition(ModelDefinition):
                     else ""
                 ),
             )
-        try:
-            self.build(config, options, mesh).check()
-        except TesseraError as error:
-            yield error
+        yield from super().problems(config, options, mesh)
 
 
 def _check_config(config: type) -> None:

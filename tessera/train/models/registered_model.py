@@ -141,18 +141,17 @@ class RegisteredModel(Model):
             named[f"{self.blocks}/{name}"] = jnp.stack([own[name] for own in each])
         return nest(named)
 
-    def check(self) -> None:
-        """Check the parameters, their table, the hidden state, logits and policies.
+    def check(self, mesh: Mesh) -> None:
+        """See ``Model.check``; also the parameters, their table, and what is computed.
 
         Raises:
           ModelDefinitionError: [T407] parameters, blocks, the hidden state or logits
             are not of the right form.
           DimTableError: [T408] the table does not fit the parameters.
-          SettingValueError: [T502] a policy does not exist.
-          SettingConflictError: [T507] the blocks of a stage differ in their policies.
         """
         if self.blocks is not None:
-            self._check_blocks()
+            self._check_hidden_state()
+        super().check(mesh)
         leaves = jax.tree.leaves(self._shapes)
         named = named_leaves(self._shapes)
         wrong = [
@@ -176,7 +175,7 @@ class RegisteredModel(Model):
                 fix="return the logits of every position, floating-point",
             )
 
-    def _check_blocks(self) -> None:
+    def _check_hidden_state(self) -> None:
         before, after = self._hidden, jax.eval_shape(self._block_of_zeros, self._hidden)
         if _described(before) != _described(after):
             raise ModelDefinitionError(
@@ -184,9 +183,6 @@ class RegisteredModel(Model):
                 got=f"{_described(before)} before, {_described(after)} after",
                 fix="return such an array from block",
             )
-        policies = self.policies
-        if self.split is not None:
-            policies_of_stage(policies, self.split.depth)
 
     @cached_property
     def _hidden(self) -> jax.ShapeDtypeStruct:

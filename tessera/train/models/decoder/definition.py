@@ -4,7 +4,6 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
-from tessera.errors import SettingConflictError, TesseraError
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, ModelDefinition, ModelOptions
 
@@ -36,42 +35,6 @@ class DecoderDefinition(ModelDefinition):
             fp8=options.fp8,
             split=split_of(mesh, config, options.pipeline_chunks),
         )
-
-    def problems(
-        self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh"
-    ) -> Iterator[TesseraError]:
-        """T402 for heads, T311 for stages, T502 and T507 for what settings ask for."""
-        from tessera.train.models.decoder.placement import decoder_placement
-        from tessera.train.models.layer_scan import policies_of, policies_of_stage
-        from tessera.train.models.pipeline_stages import split_of
-
-        def check_heads() -> None:
-            method = cast("Method", options.context_parallel)
-            decoder_placement(config, mesh, context_parallel=method)
-
-        def check_remat() -> None:
-            policies = policies_of(options.remat, config.layer_kinds)
-            if "pp" in mesh.axes:
-                stages = mesh.shape["pp"] * options.pipeline_chunks
-                policies_of_stage(policies, config.num_layers // stages)
-
-        def check_stages() -> None:
-            split_of(mesh, config, options.pipeline_chunks)
-
-        def check_fp8() -> None:
-            if options.fp8 and config.num_experts:
-                raise SettingConflictError(
-                    "the matmuls of experts have no 8-bit operands",
-                    got="training.mixed_precision=fp8, "
-                    f"model.num_experts={config.num_experts}",
-                    fix="use training.mixed_precision=bf16, or a model without experts",
-                )
-
-        for check in (check_heads, check_remat, check_stages, check_fp8):
-            try:
-                check()
-            except TesseraError as error:
-                yield error
 
     def widths(self, config: DecoderConfig, length: int) -> Mapping[str, int]:
         """Numbers that the largest activations have for each token, by their names."""

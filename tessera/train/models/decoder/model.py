@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tessera.errors import SettingConflictError
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
@@ -142,6 +143,21 @@ class DecoderModel(Model):
             context_parallel=self.context_parallel,
         )
         return replace(place, dtype=self.dtype, fp8=self.fp8)
+
+    def check(self, mesh: Mesh) -> None:
+        """See ``Model.check``.
+
+        Raises:
+          SettingConflictError: [T507] matmuls of experts cannot have 8-bit operands.
+        """
+        super().check(mesh)
+        if self.fp8 and self.config.num_experts:
+            raise SettingConflictError(
+                "the matmuls of experts have no 8-bit operands",
+                got="training.mixed_precision=fp8, "
+                f"model.num_experts={self.config.num_experts}",
+                fix="use training.mixed_precision=bf16, or a model without experts",
+            )
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each.
