@@ -95,8 +95,7 @@ def test_remembered_checks_say_what_the_checks_say(seed):
     }
     config = traced(name).config
     config = replace(config, training=replace(config.training, **training))
-    model = StepModel(config, traced(name).work, traced(name).target)
-    legality = Legality(config, 8, model.schedule)
+    legality = Legality(config)
     for _ in range(10):
         layout = random_layout(draw, AXES if name == "moe_tiny" else DENSE)
         # Others that differ in little, which a check may not tell apart.

@@ -43,37 +43,59 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     Args:
       settings: Against which ``checks.check`` has nothing.
     """
-    sizes, axes = settings.model.mesh_shape
+    sizes = settings.model.mesh_shape[0]
     try:
-        target = target_of(settings)
-        mesh = Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
-        if target is not None and settings.training.precision.fp8:
+        mesh = _mesh(settings, target_of(settings))
+        if mesh.target is not None and settings.training.precision.fp8:
             check_fp8(mesh)
         if -1 not in sizes:
             settings = with_batch_sizes(settings, mesh.shape)
     except TesseraError as error:
         return [error]
-    errors = model_problems(settings, mesh)
-    with collected(errors):
-        _check_schedule(settings, mesh)
-    return errors
+    return [*model_problems(settings), *schedule_problems(settings)]
 
 
-def model_problems(settings: Config, mesh: Mesh) -> list[TesseraError]:
-    """Every reason why a model cannot be laid out on a mesh, but for the schedule.
+def model_problems(settings: Config) -> list[TesseraError]:
+    """Every reason why a model cannot be laid out on the mesh of a run.
 
     Args:
       settings: Against which ``checks.check`` has nothing.
-      mesh: Their mesh; its devices do not matter.
     """
-    model, options = settings.model, settings.model_options
+    model, options, mesh = settings.model, settings.model_options, _mesh(settings)
     if errors := list(model.kind.problems(model.config, options, mesh)):
         return errors
-    try:
+    with collected(errors):
         place = build_model(settings, mesh).place(mesh)
-    except TesseraError as error:
-        return [error]
-    return list(_check_sequences(settings, place))
+        errors += _check_sequences(settings, place)
+    return errors
+
+
+def parameter_problems(settings: Config) -> list[TesseraError]:
+    """Why the parameters of a run cannot be stored on its mesh: T201, T202 or T402."""
+    errors: list[TesseraError] = []
+    with collected(errors):
+        mesh = _mesh(settings)
+        build_model(settings, mesh).layouts(mesh)
+    return errors
+
+
+def schedule_problems(settings: Config) -> list[TesseraError]:
+    """Why there is no schedule of a run's pipeline: T311."""
+    sizes, training = _mesh(settings).shape, settings.training
+    errors: list[TesseraError] = []
+    if "pp" in sizes:
+        chunks = training.pipeline_chunks if training.pipeline_chunks > 1 else None
+        microbatches = training.gradient_accumulation_steps
+        with collected(errors):
+            _check_table_size(sizes["pp"], microbatches)
+            schedule(training.pipeline_schedule, sizes["pp"], microbatches, chunks)
+    return errors
+
+
+def _mesh(settings: Config, target: Target | None = None) -> Mesh:
+    """The mesh of a run, on which a size of -1 counts as 1."""
+    sizes, axes = settings.model.mesh_shape
+    return Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
 
 
 def target_of(settings: Config) -> Target | None:
@@ -147,18 +169,7 @@ def _matches(
     return {name for matched in found.values() for name in matched}
 
 
-def _check_schedule(settings: Config, mesh: Mesh) -> None:
-    if "pp" not in mesh.axes:
-        return
-    training = settings.training
-    stages, chunks = mesh.shape["pp"], training.pipeline_chunks
-    microbatches = training.gradient_accumulation_steps
-    check_table_size(stages, microbatches)
-    order = training.pipeline_schedule
-    schedule(order, stages, microbatches, chunks if chunks > 1 else None)
-
-
-def check_table_size(stages: int, microbatches: int) -> None:
+def _check_table_size(stages: int, microbatches: int) -> None:
     """Check that the table of a schedule is made in seconds.
 
     Raises:

@@ -5,22 +5,19 @@ A search asks for tens of thousands of layouts, so each check is made once for a
 layouts that it cannot tell apart.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
 from tessera.errors import TesseraError
-from tessera.mesh import Mesh
-from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.config import Config, data_parallel_groups
 from tessera.train.config.layout_checks import (
-    build_model,
-    check_table_size,
     model_problems,
+    parameter_problems,
+    schedule_problems,
 )
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.space import Sizes
 from tessera.train.planner.step_time import POLICIES
 
 # Axes that shard no parameter.
@@ -32,101 +29,60 @@ class Legality:
 
     Args:
       config: The settings of the run; those that a layout has do not matter.
-      global_batch_size: Sequences of a step.
-      schedule: Makes the schedule of a layout with a pipeline, or raises T311.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        global_batch_size: int,
-        schedule: Callable[[Layout], object],
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.global_batch_size = global_batch_size
-        self._schedule = schedule
-        self._found = dict[Hashable, TesseraError | None]()
-
-    def of_mesh(self, mesh: Sizes) -> TesseraError | None:
-        """Why no layout has this mesh; None if one may."""
-        total = self.global_batch_size
-        training = replace(self.config.training, global_batch_size=total)
-        try:
-            with_batch_sizes(replace(self.config, training=training), dict(mesh))
-        except TesseraError as error:
-            return error
-        return self._model_problem(Layout(mesh, 1, 1))
+        self._found = dict[str, TesseraError | None]()
 
     def problem(self, layout: Layout) -> TesseraError | None:
-        """Why a run with this layout would be refused; None if it would not.
+        """Why a run with this layout would be refused; None if it would not."""
+        problem = self._settings_problem(layout) or self.model_problem(layout)
+        if problem is None and layout.schedule:
+            stages = layout.sizes["pp"]
+            read = layout.schedule, layout.chunks, stages, layout.microbatches
+            problem = self._first(schedule_problems, layout, *read)
+        return problem
 
-        Args:
-          layout: One whose microbatches make the global batch.
-        """
-        return (
-            self._settings_problem(layout)
-            or self._model_problem(layout)
-            or self._schedule_problem(layout)
+    def model_problem(self, layout: Layout) -> TesseraError | None:
+        """Why the model cannot be laid out so, whatever its microbatches."""
+        # The policies of the planner apply to all layers, so none is a mistake.
+        plain = Layout(
+            layout.mesh,
+            1,
+            1,
+            remat="none" if layout.remat in POLICIES else layout.remat,
+            chunks=layout.chunks,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        mesh = tuple(axis for axis in layout.mesh if axis[0] not in _OF_ACTIVATIONS)
+        stored = Layout(mesh or (("fsdp", 1),), 1, 1, chunks=layout.chunks)
+        return self._first(model_problems, plain) or self._first(
+            parameter_problems, stored
         )
 
     def _settings_problem(self, layout: Layout) -> TesseraError | None:
         """What ``settings_checks`` finds, which reads few of the sizes of a mesh."""
-        sizes = tuple((name, size > 1) for name, size in layout.mesh)
+        splits = tuple((name, size > 1) for name, size in layout.mesh)
         groups = data_parallel_groups(layout.sizes)
-        key = (
-            sizes,
-            groups,
-            layout.num_devices,
-            str(layout.remat),
-            replace(layout, mesh=(), remat=None),
-        )
-        return self._once(key, lambda: check(layout.applied(self.config)))
+        others = replace(layout, mesh=())
+        return self._first(check, layout, splits, groups, layout.num_devices, others)
 
-    def _model_problem(self, layout: Layout) -> TesseraError | None:
-        """What ``layout_checks`` and the layouts of the parameters find."""
-        # The policies of the planner apply to all layers, so none is a mistake.
-        remat = "none" if layout.remat in POLICIES else str(layout.remat)
-        key = layout.mesh, layout.chunks, layout.sequence_parallel, remat
-
-        def problems() -> Sequence[TesseraError]:
-            return model_problems(layout.applied(self.config), _placed(layout.mesh))
-
-        return self._once(key, problems) or self._parameter_problem(layout)
-
-    def _parameter_problem(self, layout: Layout) -> TesseraError | None:
-        axes = [axis for axis in layout.mesh if axis[0] not in _OF_ACTIVATIONS]
-        mesh = tuple(axes) or (("fsdp", 1),)
-
-        def problems() -> Sequence[TesseraError]:
-            plain, placed = Layout(mesh, 1, 1, chunks=layout.chunks), _placed(mesh)
-            build_model(plain.applied(self.config), placed).layouts(placed)
-            return ()
-
-        return self._once((mesh, layout.chunks), problems)
-
-    def _schedule_problem(self, layout: Layout) -> TesseraError | None:
-        if not layout.schedule:
-            return None
-        stages, count = layout.sizes["pp"], layout.microbatches
-
-        def problems() -> Sequence[TesseraError]:
-            check_table_size(stages, count)
-            self._schedule(layout)
-            return ()
-
-        return self._once((layout.schedule, stages, count, layout.chunks), problems)
-
-    def _once(
-        self, key: Hashable, problems: Callable[[], Sequence[TesseraError]]
+    def _first(
+        self,
+        problems: Callable[[Config], Iterable[TesseraError]],
+        layout: Layout,
+        *read: object,
     ) -> TesseraError | None:
-        """The first problem that a check finds, or raises; asked once for each key."""
+        """The first problem of a layout, found once for all that are alike.
+
+        Args:
+          problems: A check of a run.
+          layout: The layout.
+          *read: What the check reads of it; nothing means all.
+        """
+        key = f"{problems.__name__} {read or layout}"
         if key not in self._found:
-            try:
-                self._found[key] = next(iter(problems()), None)
-            except TesseraError as error:
-                self._found[key] = error
+            found = iter(problems(layout.applied(self.config)))
+            self._found[key] = next(found, None)
         return self._found[key]
-
-
-def _placed(mesh: Sizes) -> Mesh:
-    return Mesh([name for name, _ in mesh], shape=[size for _, size in mesh])

@@ -79,17 +79,13 @@ def search(space: Space, model: StepModel) -> Found:
 class _Search:
     def __init__(self, space: Space, model: StepModel) -> None:
         self.space, self.model, self.found = space, model, Found()
-        self.legality = Legality(space.config, space.global_batch_size, model.schedule)
+        self.legality = Legality(space.config)
         self.capacity = model.target.machine.memory_bytes
         self.fitting: list[Candidate] = []
 
     def run(self) -> Found:
         for mesh in self.space.meshes(self.model.target.num_devices):
-            problem = self.legality.of_mesh(mesh)
-            if problem is None:
-                self._look_at(mesh)
-            else:
-                self._reject(problem)
+            self._look_at(mesh)
         best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)
         if "model.mesh_shape" not in self.space.pinned:
             for candidate in best:
@@ -110,6 +106,9 @@ class _Search:
             sizes = self.space.micro_batch_sizes(mesh)
         except TesseraError as error:
             self._reject(error)
+            return
+        if problem := self.legality.model_problem(Layout(mesh, 1, 1)):
+            self._reject(problem)
             return
         most = MOST_MICROBATCHES * dict(mesh).get("pp", self.space.global_batch_size)
         share = self.space.share(mesh)

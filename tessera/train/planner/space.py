@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tessera.errors import BatchSizeError, nearest
 from tessera.foundations.device_grid import inferred
-from tessera.train.config.batch_sizes import largest_divisor
+from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.config import GATHERS, Config, data_parallel_groups
 from tessera.train.planner.layout import Layout
 
@@ -108,12 +108,15 @@ class Space:
         """Sizes of microbatches that make a group's share of the batch, ascending.
 
         Raises:
-          BatchSizeError: [T503] the share is not one of as many microbatches as the
-            command line sets.
+          BatchSizeError: [T503] the groups cannot share the batch, or the share is not
+            one of as many microbatches as the command line sets.
         """
-        share, training = self.share(mesh), self.config.training
+        total, training = self.global_batch_size, self.config.training
+        whole = replace(training, global_batch_size=total)
+        shared = with_batch_sizes(replace(self.config, training=whole), dict(mesh))
         if "training.micro_batch_size" in self.pinned:
-            return [largest_divisor(share, training.micro_batch_size)]
+            return [shared.training.micro_batch_size]
+        share = self.share(mesh)
         if "training.gradient_accumulation_steps" in self.pinned:
             count = training.gradient_accumulation_steps
             if share % count:

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 
 from tessera.foundations.config_files import configs_dir
-from tessera.graph.pipelining.named_schedules import schedule
 from tessera.train.config.command_line import compose
 from tessera.train.planner import legality as legality_module
 from tessera.train.planner.layout import Layout
@@ -16,15 +15,9 @@ from tessera.train.planner.legality import Legality
 WORDS = ("data=synthetic", "training.sequence_length=72")
 
 
-def make(layout: Layout) -> object:
-    chunks = layout.chunks if layout.chunks > 1 else None
-    return schedule(layout.schedule, layout.sizes["pp"], layout.microbatches, chunks)
-
-
 @cache
-def legality(*words: str, batch: int = 32) -> Legality:
-    config = compose([*WORDS, *words], configs_dir()).config
-    return Legality(config, batch, make)
+def legality(*words: str) -> Legality:
+    return Legality(compose([*WORDS, *words], configs_dir()).config)
 
 
 INT8 = "training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"
@@ -91,24 +84,17 @@ def test_settings_of_the_run_reject_layouts(words, layout, code):
     assert (problem and problem.code) == code
 
 
-def test_a_mesh_has_to_share_the_batch():
-    problem = legality(batch=10).of_mesh((("fsdp", 4),))
-    assert problem is not None
-    assert problem.code == "T503"
-    assert "training.global_batch_size=8 or 12" in problem.fix
-
-
 def test_layouts_that_a_check_cannot_tell_apart_share_its_result(monkeypatch):
     asked = []
 
-    def model_problems(config, mesh):
-        asked.append(mesh.shape)
+    def model_problems(config):
+        asked.append(config.model.mesh_shape)
         return []
 
     monkeypatch.setattr(legality_module, "model_problems", model_problems)
-    fresh = Legality(legality().config, 32, make)
+    fresh = Legality(legality().config)
     for remat in ("none", "dots", "full"):
         for micro in (1, 2, 4):
             layout = replace(FSDP, remat=remat, micro_batch_size=micro)
             assert fresh.problem(layout) is None
-    assert asked == [{"fsdp": 4}]
+    assert asked == [((4,), ("fsdp",))]

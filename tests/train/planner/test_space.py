@@ -3,6 +3,7 @@
 
 import pytest
 
+from tessera.errors import BatchSizeError
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.command_line import compose
 from tessera.train.planner.layout import Layout
@@ -52,6 +53,12 @@ def test_a_mesh_of_the_command_line_stays():
 def test_microbatches_share_the_global_batch():
     for layout in space().layouts((("dp", 2), ("tp", 4))):
         assert layout.global_batch_size == 16
+
+
+def test_a_mesh_has_to_share_the_batch():
+    with pytest.raises(BatchSizeError) as caught:
+        space(batch=10).micro_batch_sizes((("fsdp", 4),))
+    assert "training.global_batch_size=8 or 12" in caught.value.fix
 
 
 def test_a_setting_of_the_command_line_stays():
