@@ -30,6 +30,7 @@ from tessera.train.loop.run_folder import CHECKPOINTS
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.auto_remat import AUTO as AUTO_REMAT
 from tessera.train.planner.auto_remat import choose_remat
+from tessera.train.planner.layout import SETTINGS, override
 from tessera.train.planner.plan_run import plan_run
 from tessera.train.planner.search import Candidate
 from tessera.train.runtime.accelerators import assign_devices
@@ -39,20 +40,7 @@ from tessera.train.runtime.python_process import python_command
 AUTO: Final = "model.mesh_shape=auto"
 _OF_TARGET: Final = ("runtime.target", "runtime.target_compiler")
 _BATCH: Final = "training.global_batch_size"
-_KEPT: Final = (
-    "model.mesh_shape",
-    "model.sequence_parallel",
-    "training.micro_batch_size",
-    "training.gradient_accumulation_steps",
-    _BATCH,
-    "training.remat",
-    "training.zero_stage",
-    "training.offload_optimizer",
-    "training.loss_chunk",
-    "training.pipeline_schedule",
-    "training.pipeline_chunks",
-    "training.pipeline_gather",
-)
+_KEPT: Final = ("model.mesh_shape", *SETTINGS.values(), _BATCH)
 # A process of its own: JAX's devices can be simulated only before it has started.
 _PROBE: Final = (
     "import jax, json; d = jax.devices(); "
@@ -200,8 +188,7 @@ class _RecordedRun:
             group, _, name = path.partition(".")
             value = self.settings[group].get(name)
             if value is not None:
-                text = json.dumps(value, separators=(",", ":"))
-                yield f"{path}={text}".replace('"', "")
+                yield override(path, value)
 
 
 def _devices_of(cluster: Cluster) -> str:

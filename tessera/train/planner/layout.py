@@ -4,10 +4,27 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 from tessera.train.config.config import Config, data_parallel_groups
+
+SETTINGS: Final = {
+    "sequence_parallel": "model.sequence_parallel",
+    "micro_batch_size": "training.micro_batch_size",
+    "microbatches": "training.gradient_accumulation_steps",
+    "remat": "training.remat",
+    "zero_stage": "training.zero_stage",
+    "offload": "training.offload_optimizer",
+    "loss_chunk": "training.loss_chunk",
+    "schedule": "training.pipeline_schedule",
+    "chunks": "training.pipeline_chunks",
+    "gather": "training.pipeline_gather",
+}
+"""The setting of each part of a layout but its mesh, which is ``model.mesh_shape``."""
+
+_ALWAYS_SET: Final = ("micro_batch_size", "remat")
+_OF_PIPELINES: Final = ("schedule", "chunks", "gather")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,72 +75,54 @@ class Layout:
 
     def applied(self, config: Config) -> Config:
         """A configuration with this layout in it."""
-        sizes = tuple(size for _, size in self.mesh)
-        names = tuple(name for name, _ in self.mesh)
-        training = replace(
-            config.training,
-            global_batch_size=None,
-            micro_batch_size=self.micro_batch_size,
-            gradient_accumulation_steps=self.microbatches,
-            remat=self.remat,
-            zero_stage=self.zero_stage,
-            offload_optimizer=self.offload,
-            loss_chunk=self.loss_chunk,
-            pipeline_schedule=self.schedule or config.training.pipeline_schedule,
-            pipeline_chunks=self.chunks,
-            pipeline_gather=self.gather,
-        )
-        model = replace(
-            config.model,
-            mesh_shape=(sizes, names),
-            sequence_parallel=self.sequence_parallel,
-        )
+        names, sizes = zip(*self.mesh, strict=True)
+        values: dict[str, dict[str, Any]] = {
+            "model": {"mesh_shape": (sizes, names)},
+            "training": {"global_batch_size": None},
+        }
+        for part, path in SETTINGS.items():
+            group, _, name = path.partition(".")
+            if part != "schedule" or self.schedule:
+                values[group][name] = getattr(self, part)
+        model = replace(config.model, **values["model"])
+        training = replace(config.training, **values["training"])
         return replace(config, model=model, training=training)
 
     @classmethod
     def of(cls, config: Config) -> "Layout":
         """The layout that a configuration has; its batch is that of a mesh already."""
-        training = config.training
         sizes, names = config.model.mesh_shape
-        is_pipeline = "pp" in names
-        return cls(
-            mesh=tuple(zip(names, sizes, strict=True)),
-            micro_batch_size=training.micro_batch_size,
-            microbatches=training.gradient_accumulation_steps,
-            remat=training.remat,
-            zero_stage=training.zero_stage,
-            offload=training.offload_optimizer,
-            loss_chunk=training.loss_chunk,
-            schedule=training.pipeline_schedule if is_pipeline else None,
-            chunks=training.pipeline_chunks if is_pipeline else 1,
-            gather=training.pipeline_gather if is_pipeline else "tick",
-            sequence_parallel=config.model.sequence_parallel,
-        )
+        values = {}
+        for part, path in SETTINGS.items():
+            group, _, name = path.partition(".")
+            if "pp" in names or part not in _OF_PIPELINES:
+                values[part] = getattr(getattr(config, group), name)
+        return cls(mesh=tuple(zip(names, sizes, strict=True)), **values)
 
     def overrides(self) -> list[str]:
         """The words of a command line that give a run this layout."""
         return list(self._overrides())
 
     def _overrides(self) -> Iterator[str]:
-        sizes = ",".join(str(size) for _, size in self.mesh)
-        names = ",".join(name for name, _ in self.mesh)
+        names, sizes = (
+            ",".join(map(str, part)) for part in zip(*self.mesh, strict=True)
+        )
         yield f"model.mesh_shape=[[{sizes}],[{names}]]"
-        if self.sequence_parallel:
-            yield "model.sequence_parallel=true"
-        yield f"training.micro_batch_size={self.micro_batch_size}"
-        if isinstance(self.remat, str):
-            yield f"training.remat={self.remat}"
-        else:
-            yield f"training.remat={json.dumps(self.remat, separators=(',', ':'))}"
-        if self.zero_stage:
-            yield f"training.zero_stage={self.zero_stage}"
-        if self.offload:
-            yield "training.offload_optimizer=true"
-        if self.loss_chunk != "auto":
-            yield f"training.loss_chunk={self.loss_chunk}"
-        if self.schedule:
-            yield f"training.pipeline_schedule={self.schedule}"
-            if self.chunks > 1:
-                yield f"training.pipeline_chunks={self.chunks}"
-            if self.gather != "tick":
-                yield f"training.pipeline_gather={self.gather}"
+        unset = {each.name: each.default for each in fields(self)}
+        unset["microbatches"] = self.microbatches  # they follow from the global batch
+        for part, path in SETTINGS.items():
+            value = getattr(self, part)
+            if part in _ALWAYS_SET or value != unset[part]:
+                yield override(path, value)
+
+
+def override(path: str, value: Any) -> str:
+    """The word of a command line that gives a setting a value.
+
+    Example:
+      >>> override("training.remat", ["full", "none"])
+      'training.remat=["full","none"]'
+    """
+    is_text = isinstance(value, str)
+    text = value if is_text else json.dumps(value, separators=(",", ":"))
+    return f"{path}={text}"

@@ -24,17 +24,6 @@ from tessera.train.planner.verify import Verified, default_processes, verify
 # The largest target that is tried where none is found: 64 times as many devices.
 _MOST_DOUBLINGS: Final = 6
 _DRY: Final = ("training.dry_run=true",)
-# Axes without which a run refuses a setting as one that nothing reads.
-_NEEDS: Final = {
-    "training.pipeline_schedule": "pp",
-    "training.pipeline_chunks": "pp",
-    "training.pipeline_gather": "pp fsdp",
-    "training.gradient_compression": "dp",
-    "training.compression_ratio": "dp",
-    "training.zero_stage": "dp",
-    "model.context_parallel": "cp",
-    "model.sequence_parallel": "tp",
-}
 
 
 def plan_run(
@@ -101,13 +90,13 @@ def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
 
 
 def _axes_for(keys: Sequence[str]) -> list[str]:
-    """A mesh on which settings are read that need an axis, where none is set."""
-    axes = dict.fromkeys(
-        axis for key in keys if key in _NEEDS for axis in _NEEDS[key].split()
-    )
-    if "model.mesh_shape" in keys or not axes:
+    """A mesh on which all settings are read that need an axis, where none is set."""
+    if "model.mesh_shape" in keys:
         return []
-    sizes = ",".join("2" for _ in axes)
+    axes = ["dp", "fsdp", "cp", "tp"]
+    if any(key.startswith("training.pipeline_") for key in keys):
+        axes.insert(0, "pp")
+    sizes = ",".join("1" for _ in axes)
     return [f"model.mesh_shape=[[{sizes}],[{','.join(axes)}]]"]
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -63,28 +63,16 @@ def verify(
       All that were compiled; those that fit first, by the time of a step.
     """
     found: list[Verified] = []
-    remaining = iter(candidates[: 3 * wanted])
+    remaining = list(candidates[: 3 * wanted])
     with ThreadPoolExecutor(processes) as pool:
-        running: dict[Future[dict[str, Any]], Candidate] = {}
-
-        def start() -> bool:
-            candidate = next(remaining, None)
-            if candidate is None:
-                return False
-            line = [*words, *candidate.layout.overrides()]
-            running[pool.submit(_compile, line)] = candidate
-            return True
-
-        while sum(each.fits for each in found) + len(running) < wanted and start():
-            pass
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                each = _verified(running.pop(future), future.result(), capacity)
-                found.append(each)
-                note(each)
-            while sum(each.fits for each in found) + len(running) < wanted and start():
-                pass
+        while missing := wanted - sum(each.fits for each in found):
+            if not remaining:
+                break
+            batch, remaining = remaining[:missing], remaining[missing:]
+            lines = [[*words, *each.layout.overrides()] for each in batch]
+            for estimate, figures in zip(batch, pool.map(_compile, lines), strict=True):
+                found.append(_verified(estimate, figures, capacity))
+                note(found[-1])
     return sorted(found, key=lambda each: (not each.fits, _seconds(each)))
 
 
