@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "_ext"))
@@ -65,3 +66,14 @@ pygments_dark_style = "monokai"
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def leave_out_of_search(app: Any, doctree: Any) -> None:
+    """Keep the pages for contributors out of the site's search."""
+    if app.env.docname.startswith("contributing/"):
+        app.env.metadata[app.env.docname]["nosearch"] = ""
+
+
+def setup(app: Any) -> None:
+    """Register with Sphinx."""
+    app.connect("doctree-read", leave_out_of_search)

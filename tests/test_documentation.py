@@ -25,9 +25,10 @@ WITH_HELPERS = {"distributed-step", "training-at-scale"}
 PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "contributing").glob("*.md")),
     *(
         page
-        for folder in ("start", "guides", "concepts", "reference", "appendix", "api")
+        for folder in ("start", "guides", "concepts", "reference", "api")
         for page in sorted((DOCS / folder).rglob("*.md"))
     ),
 ]

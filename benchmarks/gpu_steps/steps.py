@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a day on a GPU, in the order in which they run.
 
-What has not been measured yet comes first; ``docs/reference/measured-on-gpus.md`` says
-what that is. A step is a function of one of the modules beside this one.
+What has not been measured yet comes first:
+``docs/contributing/measured-on-gpus.md`` says what that is. A step is a
+function of one of the modules beside this one.
 """
 
 from dataclasses import dataclass

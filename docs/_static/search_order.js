@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sphinx's search: pages for users come before error pages, and those before the
-// records of design decisions and the appendices.
+// Sphinx's search: tutorials and guides come before the reference, and error pages last.
+// Pages for contributors are not in it; see conf.py.
 const weights = [
   [/^start\//, 1.5],
-  [/^(guides|notebooks|tutorials)\//, 1.4],
+  [/^(guides|notebooks)\//, 1.4],
   [/^(concepts|glossary)/, 1.2],
   [/^errors\//, 0.6],
-  [/^(decisions|appendix)\//, 0.2],
 ];
 
 // eslint-disable-next-line no-unused-vars -- Sphinx's searchtools.js reads it

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``docs/appendix/fault-tests.md`` says was tried is what the tests try."""
+"""What ``docs/contributing/fault-tests.md`` says was tried is what the tests try."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/appendix/fault-tests.md"
+PAGE = ROOT / "docs/contributing/fault-tests.md"
 
 
 def test_every_test_that_the_page_names_is_there():

@@ -5,7 +5,7 @@ The devices of all axes share the microshards of the batch. Each computes its ow
 after the other with gathered parameters, and gradients are added in one tree
 (``ops/deterministic_sums.py``). Every device computes norms of whole gradients; the
 optimizer update is element-wise. Axes like ``tp`` and ``pp`` split only what is stored:
-docs/decisions/0050-deterministic-steps-by-rows.md says why.
+docs/contributing/decisions/0050-deterministic-steps-by-rows.md says why.
 """
 
 import math

@@ -10,8 +10,8 @@ A holder is known to be gone by its record lock, which the system gives up with 
 process. Where the file system has no such locks, or may not show those of another
 machine, it is known by silence: a holder changes the time of its file every five
 seconds, and whoever waits has seen no change for 30, by a clock of its own. Clocks of
-two machines are never compared. docs/decisions/0034-one-run-per-folder.md has the
-reasons.
+two machines are never compared. The reasons are in
+docs/contributing/decisions/0034-one-run-per-folder.md.
 """
 
 import json
