@@ -64,103 +64,96 @@ class TrainingConfig:
       seed: Of the initial parameters and of the order of the data.
       sequence_length: Tokens in a sequence.
       micro_batch_size: Sequences of one microbatch for each data-parallel group of
+        devices: those that see the same data. The whole microbatch has this times dp
+        times fsdp.
         devices: a group is the devices that see the same data, so it is one device
         where tp is 1, and the whole microbatch has this times dp times fsdp.
       gradient_accumulation_steps: Microbatches whose gradients make one optimizer step.
-      global_batch_size: Sequences of one optimizer step, over all devices. The number
-        of microbatches follows from it on any mesh, and micro_batch_size is the most
-        sequences of one for each group. null takes the two settings before.
-      sync_gradients_every: Microbatches between two exchanges of gradients among the
-        data-parallel groups; divides gradient_accumulation_steps. More means less
-        communication and one more copy of the gradients on each device.
-      mixed_precision: The dtype of computation, f32, bf16 or fp16, that activations
-        are in, what the backward pass keeps, and parameters where they are used; fp8 is
-        bf16 whose projections multiply 8-bit operands. A mapping names the parts of
-        the policy, as {computation bf16, reduction bf16}; parameters, sums inside of
-        matmuls, norms, softmax and the loss are f32, and so is the reduction of
-        gradients over devices unless that part says otherwise.
-      zero_stage: What is split over dp instead of copied along it; 0 nothing, 1 the
-        optimizer state, 2 also the gradients, 3 also the parameters. What fsdp splits
-        is split at every stage.
-      offload_optimizer: Keep the optimizer's state in the memory of the host, from
-        where each step fetches it for the update.
-      remat: What the backward pass keeps of a layer, and what it recomputes. named
-        keeps the values that the model names, which in decoders are the query, key,
-        value, attention, gate and up; dots the results of all matmuls, none everything
-        but element-wise values, full nothing; other names are policies of
-        jax.checkpoint_policies. A list has one for each layer, {global full,
-        local none} one for each kind of layer. On a command line auto is the first of
-        none, dots, named and full that surely fits the devices.
-      loss_chunk: Of how many tokens each device makes logits at a time, for the loss
-        and its gradient; auto chooses by their bytes, none makes all of them at once,
-        as auto does with deterministic numerics.
-      gradient_compression: What is sent of the gradients over dp, once in a step; none
-        is all of them, bf16 and int8 round them, and top_k sends the largest and keeps
-        the others for later steps.
+      global_batch_size: Sequences of one optimizer step over all devices; the number of
+        microbatches follows, of at most micro_batch_size. null takes the two settings
+        before.
+      sync_gradients_every: Microbatches between two exchanges of gradients over the
+        data axes; divides gradient_accumulation_steps. More sends less, and keeps one
+        more copy of the gradients.
+      mixed_precision: The dtype of computation, f32, bf16 or fp16: of activations, of
+        what the backward pass keeps, and of parameters where they are used; fp8 is bf16
+        whose projections multiply 8-bit operands. {computation bf16, reduction bf16}
+        names the parts. Parameters, sums inside of matmuls, norms, softmax, the loss
+        and, unless named, the reduction of gradients are f32.
+      zero_stage: What is split over dp; 0 nothing, 1 the optimizer state, 2 also the
+        gradients, 3 also the parameters. What fsdp splits is split at every stage.
+      offload_optimizer: Keep the optimizer's state in the memory of the host; each step
+        fetches it.
+      remat: What the backward pass keeps of a layer, recomputing the rest; named keeps
+        what the model names (in decoders query, key, value, attention, gate and up),
+        dots the results of matmuls, none everything but element-wise values, full
+        nothing; other names are policies of jax.checkpoint_policies. A list has one for
+        each layer, {global full, local none} one for each kind. On a command line auto
+        is the first of none, dots, named and full that surely fits.
+      loss_chunk: Tokens of which each device makes logits at a time; auto chooses by
+        their bytes, none makes all at once, as auto does with deterministic numerics.
+      gradient_compression: What is sent of the gradients over dp; none is all, bf16 and
+        int8 round them, top_k sends the largest and keeps the others for later steps.
       compression_ratio: The share of its gradients that each device sends under top_k.
       numerics: How sums over the batch are made; fast in any order, deterministic in
         one that gives the same bits in every run and on every mesh, whose axes then
-        share the rows of a batch and split nothing else but what is stored.
+        share rows and split nothing but what is stored.
       microshards: With deterministic numerics, into how many parts the rows of a step
         are cut; the same on every mesh that is to give the same bits.
-      pipeline_schedule: The order of forwards and backwards over the stages of pp. The
-        pipeline's microbatches are those of gradient_accumulation_steps.
+      pipeline_schedule: The order of forwards and backwards over the stages of pp,
+        whose microbatches are those of gradient_accumulation_steps.
       pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
       pipeline_gather: When the stages of pp gather their parameters over fsdp. tick
         gathers a layer wherever a microbatch runs it, and reduces its gradient there;
         step gathers all layers before the first tick and reduces their gradients after
         the last, so that each device has both whole in between.
       clip_norm: Scale the gradients down to this global norm; null never does.
-      max_skipped_steps: Steps in a row that may be skipped, which is what becomes of a
-        step whose loss or gradients are not finite: nothing is learned from it. One
-        more ends the run. fp16 has a bound of its own, the smallest loss scale.
+      max_skipped_steps: Steps in a row that may be skipped because their loss or
+        gradients are not finite; one more ends the run. fp16 has a bound of its own,
+        the smallest loss scale.
       on_spike: What becomes of a step whose loss or gradient norm is far above those of
         the last steps; none does not look, warn logs it, skip learns nothing from it,
-        and rollback goes back to the last checkpoint before it and on with the data
-        that follow it.
+        rollback goes back to the last checkpoint before it and skips its data.
       spike_threshold: How far above their median that is, in robust standard deviations
         of at least a hundredth of the median.
-      spike_window: How many of the last accepted steps are compared; the first so many
-        steps of a run are no spikes.
+      spike_window: Accepted steps that a step is compared with; as many at the start
+        of a run are never spikes.
       log_every: Steps between two log lines.
       validate_every: Steps between two validations; 0 validates after the last only.
       validation_sequences: Sequences of each source that a validation reads, the same
-        ones on every mesh and with every batch size; null reads all.
+        ones on every mesh; null reads all.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
-      init_from: The parameters to begin with, where the run goes on from no
-        checkpoint: a safetensors file, or a folder of Hugging Face, as model=<folder>
-        sets it; null makes them from the seed.
+      init_from: The parameters to begin with unless the run resumes: a safetensors
+        file, or a folder of Hugging Face, as model=<folder> sets it; null makes them
+        from the seed.
       trainable: Patterns of the names of the parameters that are trained, such as
-        [*norm*, embedding]; the others keep their values, and have no gradients and no
-        optimizer state. null trains all, or the adapters alone where model.lora.rank
-        is not 0.
-      frozen: Patterns of the names of parameters that are not trained, although
-        trainable has them; null is none.
+        [*norm*, embedding]; the others have no gradients and no optimizer state. null
+        trains all, or the adapters alone where model.lora.rank is not 0.
+      frozen: Patterns of names that are not trained, although trainable has them; null
+        is none.
       checkpoint_every: Steps between two checkpoints; 0 keeps one after the last step
         only, null none at all.
-      keep: Checkpoints that are kept, the newest ones; null keeps all. With 1 there is
-        none to fall back to when the one is damaged.
+      keep: Newest checkpoints that are kept; null keeps all. With 1 there is no other
+        when it is damaged.
       resume: What to go on from; none begins anew, auto takes the newest checkpoint in
-        the run's own folder if there is one, and a path is a run, its checkpoints or
-        one of them.
+        the run's own folder if any, and a path is a run, its checkpoints or one of
+        them.
       resume_data: Where to go on in the data; exact reads the next row and refuses data
-        that has changed, restart begins the data at its first row.
-      report: Write report.html into the run's folder when it ends; tessera report
-        writes it at any time.
+        that has changed, restart begins at the first row.
+      report: Write report.html into the run's folder when it ends, as tessera report
+        does.
       profile_communication: Measure what a few steps compute and send, by mesh axis;
         the table, its numbers and a trace go to the run's folder.
       profile_wait: Steps before it is begun; the first is slower than the others.
       profile_warmup: Steps that are then traced and forgotten, as in torch.profiler.
       profile_active: Steps that are measured after these.
-      tracker: Where the numbers go as well, beside the run's folder: wandb is Weights &
-        Biases, mlflow MLflow. Their environment variables say which server and project;
+      tracker: Where the numbers go as well: wandb is Weights & Biases, mlflow MLflow;
         see docs/guides/trackers.md.
       eval_only: Evaluate the validation data once with the parameters of init_from or
-        resume, and stop: nothing is trained, and no optimizer state or checkpoint made.
-      dry_run: Compile, print memory per device and the collectives, and stop; also for
-        a mesh that this machine does not have. With a runtime.target it predicts the
-        time of a step.
+        resume, and stop.
+      dry_run: Compile, print memory per device and collectives, and stop; also for a
+        mesh that is not here. With a runtime.target it predicts the time of a step.
     """
 
     steps: int = setting(300, least=1, most=MOST_COUNT)
@@ -236,32 +229,31 @@ class RuntimeConfig:
     """The machine.
 
     Attributes:
-      target: A machine that a dry run compiles for and that need not be here, such as
-        h100:2x8, hosts and devices of each, or v5e:4x4; null is this machine.
-      target_compiler: Which compiler that takes: native is the machine's own, cpu
-        stands in for one that is not installed, and its figures are not the target's.
+      target: A machine that a dry run compiles for, such as h100:2x8, hosts and devices
+        of each, or v5e:4x4; null is this machine.
+      target_compiler: native is the target's own compiler; cpu stands in for one that
+        is not installed, and its figures are not the target's.
       timeline_dir: A folder, in which a dry run for a target writes the timeline that
         it predicts: timeline.json, for ui.perfetto.dev and the report; null writes no
         file.
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
-      compile_cache: A folder, private to the user, for what takes longer than a second
-        to compile; a later run of the same programs, from the same source lines, takes
-        them from there. null takes JAX_COMPILATION_CACHE_DIR if that is given.
-      xla_flags: Flags of XLA's compiler, ``--xla_name=value --xla_other=value``, for
-        the run's steps; they override those of XLA_FLAGS, which hold for all programs.
+      compile_cache: A folder, private to the user, of compiled programs, which a later
+        run of the same source lines takes from there; null takes
+        JAX_COMPILATION_CACHE_DIR if that is given.
+      xla_flags: Flags of XLA for the run's steps, ``--xla_name=value
+        --xla_other=value``; they override those of XLA_FLAGS.
       optimization_level: How much XLA may do for a faster program, O0 to O3; O1 has
         GPUs overlap collectives with computation. null leaves JAX's.
-      max_steps_in_flight: Steps that may be queued before the loop waits for the first
-        of them; more hides more of Python's time and holds more memory.
+      max_steps_in_flight: Steps that may be queued before the loop waits for the first;
+        more hides more of Python's time and holds more memory.
       verify_every: Steps between two that are repeated with the devices in another
         order and compared, which finds devices that compute wrong values; null never
-        does. The numbers are bit for bit equal with deterministic numerics, and
-        otherwise nearly so. It holds two copies of this process's part of the state in
-        the memory of the host, and compiles the step once more.
-      coordinator_address: Where rank 0 of several processes is, host:port; given to
-        each of them with the next two. null asks the environment, as
-        docs/guides/launch.md says.
+        does. Numbers are equal bit for bit with deterministic numerics, otherwise
+        nearly so. It holds two copies of this process's part of the state in the memory
+        of the host, and compiles the step once more.
+      coordinator_address: Where rank 0 is, host:port; given to each process with the
+        next two. null asks the environment, as docs/guides/launch.md says.
       num_processes: Processes of the run; null asks the environment.
       process_id: Which of them this one is, from 0; null asks the environment.
       rendezvous_timeout: Seconds that processes wait for each other, at the start and
@@ -269,19 +261,19 @@ class RuntimeConfig:
       heartbeat_timeout: Seconds until a process without a sign of life counts as dead.
       shutdown_timeout: Seconds that a process that is done waits for the others.
       startup_deadline: Seconds for reading data and making or restoring the state; null
-        is no limit. When a deadline is over the process shows its stacks and the phase
-        of every rank, and ends with code 124.
+        is no limit. At a deadline the process shows its stacks and the phase of every
+        rank, and ends with code 124.
       compile_deadline: Seconds for compiling the step; null is no limit.
       step_deadline: Seconds for one step; null is no limit.
       evaluation_deadline: Seconds for one evaluation, and for the sample at the end;
         null is no limit.
       save_deadline: Seconds for what a checkpoint lets the loop wait; null is no limit.
       grace_period: Seconds from SIGTERM to the end of the process, in which it saves;
-        less than what its scheduler and the launcher's --grace leave it.
+        less than its scheduler and the launcher's --grace leave it.
       max_run_time: Seconds from the start of the process, or of the launcher, until the
-        run is stopped as by SIGTERM; the grace period comes after it. null is no limit.
-      preemption_notice: Which cloud each process asks whether it takes the machine
-        away, by its metadata service; a notice stops the run as SIGTERM does.
+        run stops as by SIGTERM, before its grace period; null is no limit.
+      preemption_notice: Which cloud's metadata service tells that the machine is taken
+        away; a notice stops the run as SIGTERM does.
     """
 
     target: str | None = setting(None)
@@ -316,13 +308,12 @@ class ModelConfig:
     Attributes:
       name: What the model is called; the files of ``configs/model`` set it.
       mesh_shape: Sizes and names of the mesh's axes: any of dp, fsdp, ep_outer, ep, cp,
-        tp and pp, in any order, outermost first. One size may be -1: as many as there
-        are devices.
+        tp and pp, outermost first. One size may be -1: as many as there are devices.
       sequence_parallel: Split norms and residuals along the sequence over tp.
-      context_parallel: How attention sees sequences that a mesh axis cp splits: keys
-        and values go round a ring, or all_to_all exchanges them for heads.
-      definition: What kind of model it is: decoder, or one that a module of yours
-        registers; see docs/guides/own-model.md.
+      context_parallel: How attention sees sequences that cp splits: keys and values go
+        round a ring, or all_to_all exchanges them for heads.
+      definition: decoder, or a kind of model that a module of yours registers; see
+        docs/guides/own-model.md.
       config: The model's sizes; on the command line they stand beside the others.
     """
 

@@ -35,8 +35,8 @@ class OptimizerConfig:
     Attributes:
       name: Which optimizer; the files of ``configs/optimizer`` set it.
       learning_rate: The highest learning rate, reached at the end of the warm-up.
-      scale_learning_rate: Multiply it by the number of data-parallel groups (linear)
-        or by the root of that (sqrt), whose batches together make the step's.
+      scale_learning_rate: Multiply it by the number of data-parallel groups (linear) or
+        by the root of that (sqrt).
       warmup_steps: Steps over which the learning rate rises in a line from zero.
       schedule: How it falls from there to the last step of the run.
       final_fraction: The learning rate at the last step, as a fraction of the highest.
@@ -71,7 +71,7 @@ class AdamWConfig(AdamConfig):
     """Adam with decoupled weight decay (arXiv 1711.05101).
 
     Attributes:
-      weight_decay: Per step, the fraction of a matrix that is taken off it, times the
+      weight_decay: The fraction of a matrix that is taken off it per step, times the
         learning rate. Norms, biases and vectors do not decay.
     """
 
