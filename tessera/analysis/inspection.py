@@ -7,7 +7,6 @@ of devices that do not exist can be inspected like any other.
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias, overload
@@ -17,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera.analysis.layout_figures import Picture, draw, listed_ids
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.mesh_inspection import MeshInspection, inspect_mesh
-from tessera.analysis.tables import aligned, html_lines, html_section, html_table
+from tessera.analysis.tables import aligned
+from tessera.foundations.device_grid import listed
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, is_tensor, local_shape
@@ -36,7 +35,12 @@ Block: TypeAlias = tuple[tuple[int, int], ...]
 _REPLICATED = PartitionSpec()
 
 _COLUMNS = (
-    *("array", "global", "spec", "per device", "bytes", "bytes per device"),
+    "array",
+    "global",
+    "spec",
+    "per device",
+    "bytes",
+    "bytes per device",
     "replicated over",
 )
 
@@ -122,16 +126,6 @@ class LeafLayout:
         """The mesh axes that split each dim."""
         return axes_of_dims(self.spec, len(self.shape))
 
-    @property
-    def picture(self) -> Picture:
-        """Which device has which block, as grids."""
-        return draw(self.blocks, self.axes if self.mesh is not None else ())
-
-    @property
-    def pattern(self) -> object:
-        """A key that arrays share whose pictures differ in their sizes alone."""
-        return self.unnamed_blocks if self.mesh is None else (self.mesh, self.axes)
-
     def _block(self, position: int) -> Block:
         assert self.mesh is not None
         coordinates, sizes = self.mesh.coordinates(position), self.mesh.shape
@@ -149,7 +143,7 @@ class LeafLayout:
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """The layouts of a tree of arrays; prints as text, and renders in a notebook.
+    """The layouts of a tree of arrays; prints as text.
 
     Attributes:
       leaves: One entry per array, in the order of the tree.
@@ -190,34 +184,10 @@ class Inspection:
         summary = "\n".join(_summary(leaf))
         if not leaf.num_devices:
             return summary
-        return "\n\n".join([summary, leaf.picture.as_text(), aligned(*_devices(leaf))])
+        return f"{summary}\n\n{aligned(*_devices(leaf))}"
 
     __str__ = as_text
     __repr__ = as_text
-
-    def _repr_html_(self) -> str:
-        leaf = self._single
-        if leaf is None:
-            table = html_table(_COLUMNS, map(_cells, self.leaves))
-            return table + html_lines(self._totals()) + "".join(self._pictures())
-        summary = html_lines(_summary(leaf))
-        if not leaf.num_devices:
-            return summary
-        devices = html_section("each device", html_table(*_devices(leaf)))
-        return summary + leaf.picture.as_html() + devices
-
-    def _pictures(self) -> Iterator[str]:
-        """One picture for all arrays of a tree that are split alike."""
-        groups: dict[object, list[LeafLayout]] = {}
-        for leaf in self.leaves:
-            if leaf.num_devices:
-                groups.setdefault(leaf.pattern, []).append(leaf)
-        for first, *others in groups.values():
-            more = f" and {len(others)} more split alike" if others else ""
-            title = f"{first.path or first.kind}{more}: {list(first.shape)}"
-            if first.mesh is not None:
-                title += f" over {first.spec}"
-            yield html_section(title, first.picture.as_html())
 
     @property
     def _single(self) -> LeafLayout | None:
@@ -255,7 +225,7 @@ def inspect(tree: Any) -> Inspection | MeshInspection:
         Of a mesh it shows where its devices are on the hosts or the torus of a target.
 
     Returns:
-      An object that prints as text and renders in a notebook.
+      An object that prints as text.
 
     Example:
       >>> from tessera.shard import ShardSpec, tensor
@@ -287,7 +257,8 @@ def _leaf(path: str, value: Any) -> LeafLayout:
         return replace(leaf, kind=kind, mesh=mesh, spec=spec)
     on_host = jaxprs.on_host(value)
     kind = "array" if isinstance(value, jax.Array) else "abstract array"
-    kind += " on the host" * on_host
+    if on_host:
+        kind += " on the host"
     return _with_sharding(replace(leaf, kind=kind, on_host=on_host), value.sharding)
 
 
@@ -320,10 +291,11 @@ def _summary(leaf: LeafLayout) -> list[str]:
     ]
     if leaf.copies > 1:
         over = f" over {', '.join(leaf.replicated_over)}" if leaf.mesh else ""
-        same = [device for device, block in leaf.blocks if block == leaf.block_at(0)]
+        first = leaf.block_at(0)
+        same = tuple(device for device, block in leaf.blocks if block == first)
         lines += [
             f"  replicated {over}: {leaf.copies} copies of every element",
-            f"              devices {listed_ids(same)} hold the same block",
+            f"              devices {listed(same)} hold the same block",
         ]
     return lines
 

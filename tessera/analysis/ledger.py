@@ -41,7 +41,7 @@ from tessera.analysis.loop_counts import LoopCounts
 from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import user_line
-from tessera.analysis.tables import aligned, html_lines, html_section, html_table
+from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 from tessera.targets.link_times import level_bytes
@@ -145,20 +145,6 @@ class Ledger:
             parts.append(aligned(text.LINKS, links, right=text.LINKS[1:3]))
         notes = [*([title] if title else ()), *text.notes(self.rows, self.target)]
         return "\n".join(["\n\n".join(parts), *notes])
-
-    def _repr_html_(self) -> str:
-        if not self.rows:
-            return html_lines([self.summary()])
-        sums = html_table(text.SUMS, self._sums())
-        if links := self._links():
-            sums += html_table(text.LINKS, links)
-        notes = text.notes(self.rows, self.target)
-        rows = html_table(text.ROWS, text.rows(self.rows, self.mesh_shape))
-        return (
-            sums
-            + html_lines([*filter(None, [text.title(self.target)]), *notes])
-            + html_section(f"{len(self.rows)} collectives", rows)
-        )
 
     def _sums(self) -> text.Cells:
         return text.sums(self.by_axis(), self.totals())

@@ -10,17 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from tessera.analysis.propagation import OpLayout, op_layouts
 from tessera.analysis.propagation import as_text as layouts_as_text
-from tessera.analysis.tables import (
-    aligned,
-    format_seconds,
-    html_diff,
-    html_lines,
-    html_section,
-)
+from tessera.analysis.tables import aligned, format_seconds
 from tessera.errors import UnknownPassError, did_you_mean
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.function import Function
@@ -32,7 +26,7 @@ from tessera.mesh import Mesh
 if TYPE_CHECKING:
     from tessera.debug.side_by_side import SideBySide
 
-__all__ = ["Explanation", "Section", "StageView", "trace"]
+__all__ = ["Explanation", "StageView", "trace"]
 
 # The entry of a batch that a model takes.
 _INPUT: Final = "input"
@@ -41,6 +35,9 @@ _HINT: Final = (
     'details: .stage("trace"), .stage("passes"), .stage("lower"), .stage("compile"), '
     ".side_by_side(); all of them: .as_text(full=True)"
 )
+
+# A title and a text.
+Section: TypeAlias = tuple[str, str]
 
 _T = TypeVar("_T")
 
@@ -112,7 +109,7 @@ class Explanation:
         return side_by_side(stages, line)
 
     def stage(self, name: str, *, hlo: bool = False) -> "StageView":
-        """One phase alone, which prints as text and renders in a notebook.
+        """One phase alone, which prints as text.
 
         Args:
           name: ``trace``, ``passes``, ``lower`` or ``compile``; nothing that comes
@@ -160,11 +157,6 @@ class Explanation:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        table = html_section("side by side", self.side_by_side()._repr_html_())
-        phases = [self.stage(name)._repr_html_() for name in _PHASES]
-        return "".join([html_lines([self.summary()]), table, *phases])
-
     def _phases(self) -> Iterator[list[str]]:
         traced, *passes = self.traced.passes
         compiled = self.compiled.as_text()  # so that each phase has run
@@ -179,11 +171,11 @@ class Explanation:
     def _time(self, phase: str) -> str:
         return format_seconds(self.seconds.get(phase))
 
-    def _traced(self, _: bool) -> Iterator["Section"]:
+    def _traced(self, _: bool) -> Iterator[Section]:
         entry = f" of batch[{self.field!r}]" if self.field else ""
-        yield Section(f"1 trace{entry}", self.traced.as_text())
+        yield (f"1 trace{entry}", self.traced.as_text())
 
-    def _passes(self, _: bool) -> Iterator["Section"]:
+    def _passes(self, _: bool) -> Iterator[Section]:
         lines = []
         for record in self.traced.passes[1:]:
             if record.skipped:
@@ -192,53 +184,36 @@ class Explanation:
             diff = self.diff(record.name)
             lines.append(f"--- {record.name}: {record.seconds * 1e3:.1f} ms")
             lines.append(diff or "    changes nothing")
-        yield Section("2 passes", "\n".join(lines), is_diff=True)
+        yield ("2 passes", "\n".join(lines))
 
-    def _lowered(self, hlo: bool) -> Iterator["Section"]:
+    def _lowered(self, hlo: bool) -> Iterator[Section]:
         text = "one device: every array is whole"
         if self.traced.graph.mesh:
             text = layouts_as_text(self.layouts)
-        yield Section("3 lower: each operation with its layout", text)
+        yield ("3 lower: each operation with its layout", text)
         if hlo:
-            yield Section("3 lower: module", self.lowered.as_text())
+            yield ("3 lower: module", self.lowered.as_text())
 
-    def _compiled(self, hlo: bool) -> Iterator["Section"]:
+    def _compiled(self, hlo: bool) -> Iterator[Section]:
         compiled = self.compiled
-        yield Section("4 compile: each collective", compiled.collectives.as_text())
-        yield Section("4 compile: memory", compiled.memory.as_text())
+        yield ("4 compile: each collective", compiled.collectives.as_text())
+        yield ("4 compile: memory", compiled.memory.as_text())
         if hlo:
-            yield Section("4 compile: module", compiled.as_text())
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A section of an explanation; ``is_diff`` colors its text in a notebook."""
-
-    title: str
-    text: str
-    is_diff: bool = False
+            yield ("4 compile: module", compiled.as_text())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StageView:
-    """One phase of a step; prints as text and renders in a notebook."""
+    """One phase of a step; prints as text."""
 
     sections: tuple[Section, ...]
 
     def as_text(self) -> str:
         """Each section under its title."""
-        return "\n\n".join(f"=== {s.title} ===\n{s.text}" for s in self.sections)
+        return "\n\n".join(f"=== {title} ===\n{text}" for title, text in self.sections)
 
     __str__ = as_text
     __repr__ = as_text
-
-    def _repr_html_(self) -> str:
-        return "".join(
-            html_section(
-                s.title, html_diff(s.text) if s.is_diff else html_lines([s.text])
-            )
-            for s in self.sections
-        )
 
 
 def _timed(seconds: dict[str, float], phase: str, run: Callable[[], _T]) -> _T:
@@ -278,7 +253,7 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       ``as_text(full=True)`` adds the equations with the user's lines, what each pass
       changed, each operation with its layout, and each collective with the line that
       caused it. ``stage`` shows one phase, ``side_by_side`` all of them for each line,
-      ``diff`` a pass. In a notebook the details are folded under the summary.
+      ``diff`` a pass.
 
     Example:
       >>> import jax.numpy as jnp

@@ -17,7 +17,7 @@ from tessera.analysis.ledger import KINDS, Ledger
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.propagation import OpLayout
 from tessera.analysis.source_lines import short, user_line
-from tessera.analysis.tables import aligned, html_table
+from tessera.analysis.tables import aligned
 from tessera.foundations.primitive_properties import CALLS
 from tessera.jax_compat import jaxprs
 
@@ -35,7 +35,7 @@ _COLLECTIVES: Final = {f"{kind}{suffix}" for kind in KINDS for suffix in ("", "-
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """The phases of each line; prints as a table, and renders in a notebook.
+    """The phases of each line; prints as a table.
 
     Attributes:
       rows: Source line, then its operations in each phase of ``COLUMNS``.
@@ -54,12 +54,6 @@ class SideBySide:
 
     __str__ = as_text
     __repr__ = as_text
-
-    def _repr_html_(self) -> str:
-        return html_table(
-            ["line", *COLUMNS],
-            ([line, *map("\n".join, stages)] for line, stages in self.rows),
-        )
 
 
 def side_by_side(stages: Iterable[Stage], line: str = "") -> SideBySide:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
-from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +31,6 @@ def test_a_lazy_tensor_shows_shapes_bytes_copies_and_slices():
         "  bytes       76.3 GiB global, 38.1 GiB per device\n"
         "  replicated  over dp: 4 copies of every element\n"
         "              devices 0..3 hold the same block\n"
-        "\n"
-        "dim 0 over tp\n"
-        "0:5000000         0..3\n"
-        "5000000:10000000  4..7\n"
         "\n"
         "device  tp  dp  slice\n"
         "0       0   0   [0:5000000, 0:4096]\n"
@@ -125,8 +120,6 @@ def test_arrays_on_one_device_say_which():
         "  per device  float32[2, 3]\n"
         "  bytes       24 B global, 24 B per device\n"
         "\n"
-        "whole  5\n"
-        "\n"
         "device  slice\n"
         "5       [0:2, 0:3]"
     )
@@ -180,75 +173,3 @@ def test_idle_devices_are_seen():
     mesh = Mesh(["dp"], devices=range(4))
     text = str(inspect(tensor((8,), ShardSpec((0,), ("dp",)), mesh)))
     assert "Mesh(dp=4; devices 0..3; idle 4..7)" in text
-
-
-def test_in_a_notebook_blocks_have_colors_and_devices(grid_mesh):
-    x = on(grid_mesh, np.zeros((4, 4), np.float32), "dp", None)
-    html = inspect(x)._repr_html_()
-    assert html.count("<td style=") == 2
-    assert ">0..3</td>" in html
-    assert ">4..7</td>" in html
-    assert html.count("hsla(0,") == html.count("hsla(180,") == 1
-    assert "<td>[2:4, 0:4]</td>" in html
-
-
-def test_in_a_notebook_a_tree_has_one_picture_for_all_that_is_split_alike(grid_mesh):
-    rows = ShardSpec((0,), ("dp",))
-    tree = {
-        "a": tensor((8, 4), rows, grid_mesh),
-        "b": tensor((16, 4), rows, grid_mesh),
-        "c": tensor((4,), None, grid_mesh),
-        "d": np.ones(3, np.float32),
-    }
-    html = inspect(tree)._repr_html_()
-    assert html.count("<details>") == 2
-    assert "[&#x27;a&#x27;] and 1 more split alike: [8, 4] over" in html
-    assert "<summary>[&#x27;c&#x27;]: [4] over" in html
-
-
-def test_html_escapes_names():
-    html = inspect({"<b>": tensor((2,), name="<i>")})._repr_html_()
-    assert "<b>" not in html
-    assert "<i>" not in html
-
-
-class Document(HTMLParser):
-    """What is open, in order: a page is well formed if nothing is left."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.attributes = [], []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += attrs
-        if tag != "br":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_html_is_complete_in_itself_and_takes_its_text_color_from_the_page(grid_mesh):
-    spec = ShardSpec((0, 2), ("dp", "tp"))
-    html = inspect({"x": tensor((4, 3, 8), spec, grid_mesh)})._repr_html_()
-    page = Document(html)
-    assert not page.open
-    assert {name for name, _ in page.attributes} <= {"style", "open"}
-    styles = [value for name, value in page.attributes if name == "style"]
-    for rule in ";".join(styles).split(";"):
-        name, _, value = rule.partition(":")
-        assert name != "color"
-        assert "rgb(" not in value
-        assert "hsl(" not in value
-
-
-def test_html_of_many_devices_is_small():
-    mesh = Mesh(["tp", "pp", "dp"], devices=range(512), shape=(8, 8, 8))
-    rows = tensor((64,), ShardSpec((0,), (("tp", "pp"),)), mesh)
-    assert len(inspect(rows)._repr_html_()) < 10_000
-    cube = tensor((8, 8, 8), ShardSpec((0, 1, 2), ("tp", "pp", "dp")), mesh)
-    html = inspect(cube)._repr_html_()
-    assert len(html) < 60_000
-    assert "… 2 more such grids" in html

@@ -446,14 +446,3 @@ def test_the_data_goes_through_json(mesh):
         "calls": 2,
         "nbytes": 2048,
     }
-
-
-def test_in_a_notebook_the_sums_come_first_and_the_rows_fold(mesh):
-    html = read(mesh, *LINES)._repr_html_()
-    assert html.startswith("<table><tr><th>axes</th><th>collective</th>")
-    assert html.count("<details>") == html.count("</details>") == 1
-    assert "<summary>4 collectives</summary>" in html
-    assert "<td>b/m.py:5</td>" in html.partition("<details>")[2]
-    assert read(mesh, "  ROOT x = f32[4] parameter(0)")._repr_html_() == (
-        "<pre>no collectives</pre>"
-    )

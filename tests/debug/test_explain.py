@@ -175,28 +175,6 @@ def test_the_diff_of_all_passes_is_that_of_each(traced):
     assert "--- before schedule_pipelines" not in traced.diff()
 
 
-# --- in a notebook
-
-
-def test_in_a_notebook_details_fold_under_the_summary(traced):
-    html = traced._repr_html_()
-    assert html.count("<details") == html.count("</details>") == 6
-    assert html.startswith("<pre>step step on dp × tp mesh, 2 × 4\n")
-    assert "<details><summary>side by side</summary><table>" in html
-    assert html.count("<summary>") == 6
-
-
-def test_in_a_notebook_a_diff_has_colors_and_names_are_escaped(traced):
-    html = traced.stage("passes")._repr_html_()
-    assert '<span style="background:rgba(46,160,67,.25)">+ ' in html
-    assert '<span style="background:rgba(248,81,73,.25)">- ' in html
-
-    def odd(x):
-        return {"<b>": x + 1}
-
-    assert "<b>" not in graph.trace(ts.function(odd), X)._repr_html_()
-
-
 # --- a model and a batch
 
 BATCH = {"input": jnp.ones((8, 4)), "labels": jnp.zeros(8, jnp.int32)}

@@ -14,7 +14,7 @@ NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 RUNNER = Path(__file__).with_name("run_notebook.py")
 SHOWN = {
     "one-to-eight-devices": (
-        *("devices 0, 4 hold the same block", "hsla(90,70%,50%,.3)"),  # inspect
+        "devices 0, 4 hold the same block",  # inspect
         *("--- before differentiate_losses", "all-reduce tp"),  # trace
         *("communication over dp", "FLOPs"),  # profile
         *("no difference in", "made by dot_general at"),  # compare_layouts
