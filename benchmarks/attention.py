@@ -83,9 +83,8 @@ def contestants(case: Case, arrays: list[Any]) -> dict[str, Callable[..., Any]]:
     options = Options(case.causal, case.width**-0.5, case.window)
     found: dict[str, Callable[..., Any]] = {}
     for name in IMPLEMENTATIONS:
-        whole = name == "reference" and case.heads * case.length**2 > _MOST_SCORES
         reason = unsupported_reason(name, Operands(*arrays), options, Device.here())
-        if reason is None and not whole:
+        if reason is None:
             found[name] = partial(
                 op.flash_attention,
                 causal=case.causal,

@@ -101,11 +101,6 @@ def attention() -> None:
     compare(calls(), lambda o, s: {fastest(o, s, device), "xla"})
 
 
-def pallas() -> None:
-    """The kernels of tokamax, where it is there: widths, masks, soft caps."""
-    compare(calls(), lambda o, s: {"pallas"})
-
-
 def compare(
     found: Iterator[Call], routes: Callable[[Operands, Options], set[str]]
 ) -> None:

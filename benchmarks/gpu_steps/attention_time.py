@@ -3,7 +3,6 @@
 
 from concurrent.futures import Future
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax.numpy as jnp
@@ -85,25 +84,10 @@ def attention() -> None:
         arrays = arrays_of(case, rows)
         found = contestants(case, arrays) | {"jax.nn": of_jax_nn(case)} | others(case)
         for name, attend in found.items():
-            if name != "reference" and not (name == "xla" and case.length > _LONG):
+            if name != "xla" or case.length <= _LONG:
                 timed.add(name, attend, case, arrays)
     timed.run()
     time_torch(cases())
-
-
-def pallas() -> None:
-    """With a soft cap, which cuDNN does not have: tokamax's kernels, XLA's blocks."""
-    if not is_gpu() or find_spec("tokamax") is None:
-        emit("pallas_time", skipped="no GPU, or no tokamax")
-        return
-    timed = Timed("pallas_time")
-    for case, rows in cases()[:3]:
-        for name in ("pallas", "xla"):
-            attend = partial(
-                op.flash_attention, causal=True, soft_cap=50.0, implementation=name
-            )
-            timed.add(name, attend, case, arrays_of(case, rows))
-    timed.run()
 
 
 def packed() -> None:

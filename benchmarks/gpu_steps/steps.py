@@ -38,7 +38,6 @@ class Step:
 STEPS: Final = (
     # Not measured yet.
     Step("doctor", "gpu_steps.commands:doctor", 30, 6, shared=True),
-    Step("pallas_exact", "gpu_steps.attention_exact:pallas", 70, 40, shared=True),
     Step("grouped_exact", "gpu_steps.grouped_matmul:exact", 60, 30, shared=True),
     Step("profile", "gpu_steps.tiny:profile", 80, 40, shared=True),
     Step("torch_cache", "gpu_steps.peer_steps:torch_cache", 150, 120, shared=True),
@@ -55,7 +54,6 @@ STEPS: Final = (
     Step("trainer", "gpu_steps.trainer:trainer", 160, 110, 0.92),
     Step("attention_time", "gpu_steps.attention_time:attention", 90, 70),
     Step("packed_time", "gpu_steps.attention_time:packed", 40, 20),
-    Step("pallas_time", "gpu_steps.attention_time:pallas", 40, 20),
     Step("grouped_time", "gpu_steps.grouped_matmul:timed", 60, 36),
     Step("ceilings", "gpu_steps.facts:ceilings", 90, 60, 0.8),
     Step("pytest_gpu", "gpu_steps.commands:pytest_gpu", 90, 85),

@@ -13,9 +13,7 @@ An implementation is a module with two functions:
 
 ``unsupported_reason`` reads shapes and dtypes only: operands may be tracers or
 ``jax.ShapeDtypeStruct``. The first of ``IMPLEMENTATIONS`` that supports a call serves
-it, so they are in order of speed; ``reference`` is last and supports every call. One
-that supports more than it is fast at has a third function, ``slow_reason``: a call for
-which it gives a reason is served only where it asks for the implementation by name.
+it, so they are in order of speed; ``xla`` is last and supports every call.
 
 Query i of a sequence has the position ``i + offset``, and key j the position j. A query
 attends to the keys of its own segment; with ``causal`` only to those at or before its
@@ -40,12 +38,10 @@ from tessera.errors import ImplementationError, did_you_mean
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.tracing import scope
 
-Name: TypeAlias = Literal["cudnn", "pallas", "splash", "xla", "reference"]
+Name: TypeAlias = Literal["cudnn", "splash", "xla"]
 IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
 # Those whose matmuls are in the dtype of the operands; no pass can change that.
-KERNELS: Final = ("cudnn", "pallas", "splash")
-# Those that support a window that is known only at run time.
-_DYNAMIC_WINDOWS: Final = ("xla", "reference")
+KERNELS: Final = ("cudnn", "splash")
 _PACKAGE = "tessera.ops.attention"
 
 
@@ -125,38 +121,27 @@ class Device:
 
 
 def fastest(operands: Operands, options: Options, device: Device) -> Name:
-    """The first implementation that supports such a call there and is fast at it."""
+    """The first implementation that supports such a call, split as it may be."""
     return next(
         cast("Name", name)
         for name in IMPLEMENTATIONS
         if unsupported_reason(name, operands, options, device) is None
-        and _is_fast(name, operands, options, device)
+        and not (name == "splash" and _may_be_split())
     )
 
 
-def _is_fast(name: str, operands: Operands, options: Options, device: Device) -> bool:
-    slow_reason = getattr(_module(name), "slow_reason", None)
-    return slow_reason is None or slow_reason(operands, options, device) is None
-
-
-def split_reason() -> str | None:
-    """Why a kernel that XLA cannot split is slow in the code being traced; or None."""
-    if scope.num_devices() > 1 and not _in_spmd_region():
-        return "its operands may be split over devices, and XLA cannot split a kernel"
-    return None
-
-
-def _in_spmd_region() -> bool:
-    """Whether this is an SPMD region over all axes of its mesh."""
+def _may_be_split() -> bool:
+    """Whether the operands may be split over devices; XLA cannot split splash."""
     mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    in_region = mesh.axis_names and set(mesh.manual_axes) == set(mesh.axis_names)
+    return scope.num_devices() > 1 and not in_region
 
 
 def unsupported_reason(
     name: str, operands: Operands, options: Options, device: Device
 ) -> str | None:
     """Why an implementation does not support such a call there; or None."""
-    if operands.window is not None and name not in _DYNAMIC_WINDOWS:
+    if operands.window is not None and name != "xla":
         return f"{name} has to know the window before the call runs"
     return _module(name).unsupported_reason(operands, options, device)
 

@@ -3,7 +3,7 @@
 
 flash          checks the arguments
   dispatch     chooses the implementation for this device
-    reference, xla, cudnn, pallas, splash   compute
+    cudnn, splash, xla   compute
 """
 
 from collections.abc import Callable
@@ -48,11 +48,10 @@ def flash_attention(  # noqa: PLR0913
     """Attention, with memory linear in the length of the sequence.
 
     Scores and sums are f32 whatever the dtype of the operands, f64 for f64; under
-    ``ts.autocast`` the matmuls of f32 operands are in its dtype. Except in the
-    implementation ``reference``, no array is as large as the square of the sequence, in
-    either pass. Query head h attends to key/value head ``h // (H / G)``. Global arrays
-    may be split over B and over heads; for sequences that are split over devices, use
-    ``op.context_attention``.
+    ``ts.autocast`` the matmuls of f32 operands are in its dtype. No array is as large
+    as the square of the sequence, in either pass. Query head h attends to key/value
+    head ``h // (H / G)``. Global arrays may be split over B and over heads; for
+    sequences that are split over devices, use ``op.context_attention``.
 
     Args:
       q: Queries ``[B, H, S, D]``.
@@ -68,8 +67,8 @@ def flash_attention(  # noqa: PLR0913
       query_offset: The position of the first query, which is the number of keys before
         it: an integer, or an integer array of shape (). None is 0, and requires S = T
         if ``causal``.
-      implementation: ``cudnn``, ``pallas``, ``splash``, ``xla`` or ``reference``; None
-        is the first of these that supports this call and is fast on this device.
+      implementation: ``cudnn``, ``splash`` or ``xla``; None is the first of these that
+        supports this call on this device.
 
     Returns:
       ``[B, H, S, D]`` in the dtype of the operands. The output of a query that attends

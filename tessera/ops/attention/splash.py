@@ -29,7 +29,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from tessera.jax_compat.traces import checks_varying_axes
-from tessera.ops.attention.dispatch import Device, Operands, Options, split_reason
+from tessera.ops.attention.dispatch import Device, Operands, Options
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
 from tessera.tracing.scope import VISITS
 
@@ -78,12 +78,6 @@ def _empty_row_reason(operands: Operands, options: Options) -> str | None:
             "with others a query may attend to no key"
         )
     return None
-
-
-def slow_reason(operands: Operands, options: Options, device: Device) -> str | None:
-    """Why such a call should use a kernel only if it asks for it by name; or None."""
-    del operands, options, device
-    return split_reason()
 
 
 def attend(operands: Operands, options: Options) -> Array:

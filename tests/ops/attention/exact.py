@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.ops.attention import reference
 from tessera.ops.attention.dispatch import Operands, Options
+from tests.ops.attention import reference
 
 NAMES = ("out", "dq", "dk", "dv")
 

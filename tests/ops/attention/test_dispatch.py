@@ -20,6 +20,7 @@ from tessera.ops.attention.dispatch import (
     fastest,
     unsupported_reason,
 )
+from tests.ops.attention import reference
 
 CPU, TPU = Device("cpu"), Device("tpu", "TPU v5")
 AMPERE = Device("cuda", "NVIDIA A100", (8, 0))
@@ -114,24 +115,23 @@ def test_an_implementation_that_cannot_is_an_error_with_its_reason():
         "[T406] implementation 'cudnn' of flash_attention cannot serve this call\n"
         "  got: cuDNN runs on NVIDIA GPUs, and this call on cpu\n"
     )
-    assert "'xla' or 'reference', or None for the fastest that fits" in said
+    assert "use 'xla', or None for the fastest that fits" in said
 
 
 def test_an_unknown_implementation_is_an_error_with_a_suggestion():
     q = jnp.ones((1, 2, 16, 8))
-    with pytest.raises(ImplementationError, match="did you mean 'reference'") as caught:
-        op.flash_attention(q, q, q, implementation="referense")
-    assert "has no implementation 'referense'" in str(caught.value)
+    with pytest.raises(ImplementationError, match="did you mean 'splash'") as caught:
+        op.flash_attention(q, q, q, implementation="splahs")
+    assert "has no implementation 'splahs'" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["xla", "reference"])
-def test_the_choice_is_seen_in_the_trace(name):
+def test_the_choice_is_seen_in_the_trace():
     @ts.function
     def read(q):
-        return op.flash_attention(q, q, q, causal=True, implementation=name)
+        return op.flash_attention(q, q, q, causal=True)
 
     text = read.trace(jnp.ones((1, 2, 16, 8))).as_text()
-    assert set(re.findall(r"flash_attention_(\w+)", text)) == {name}
+    assert set(re.findall(r"flash_attention_(\w+)", text)) == {"xla"}
 
 
 def test_the_kernels_of_cudnn_are_in_the_program_for_cuda(monkeypatch):
@@ -181,5 +181,5 @@ def test_a_kernel_is_given_what_autocast_makes_of_the_operands(is_kernel, monkey
     text = read.trace(q).as_text()
     assert ("to bfloat16" in text or "new_dtype=bfloat16" in text) == is_kernel, text
     assert seen == [jnp.float32]
-    exact = op.flash_attention(q, q, q, implementation="reference")
+    exact = reference.attend(Operands(q, q, q), Options(False, 8**-0.5))
     assert 0 < jnp.abs(read(q) - exact).max() < 0.05

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.ops.attention import cudnn, reference
+from tessera.ops.attention import cudnn
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.ops.attention.packed_rows import Segments
+from tests.ops.attention import reference
 from tests.ops.attention.exact import drawn, exact
 
 MOST = 4

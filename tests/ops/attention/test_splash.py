@@ -16,6 +16,7 @@ from tessera import op
 from tessera.jax_compat import jaxprs
 from tessera.ops.attention import dispatch, splash
 from tessera.ops.attention.dispatch import Device, Operands, Options, fastest
+from tests.ops.attention import reference
 from tests.ops.attention.exact import check_as_exact_as_the_reference, drawn
 
 TPU = Device("tpu", "TPU v5")
@@ -169,8 +170,8 @@ def test_a_function_has_the_kernel_under_its_name(on_tpu, monkeypatch):
 
 def step_of_reference(q, k, v):
     def out(q):
-        settings = {"causal": True, "window": 20, "implementation": "reference"}
-        return op.flash_attention(q, k, v, **settings)
+        options = Options(True, q.shape[-1] ** -0.5, window=20)
+        return reference.attend(Operands(q, k, v), options)
 
     return out(q), jax.grad(lambda q: out(q).sum())(q)
 

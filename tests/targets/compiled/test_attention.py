@@ -2,24 +2,20 @@
 """Attention for GPUs and TPUs: which kernels it becomes, and in how much memory.
 
 XLA can be told to fail where a kernel that it compiles spills registers: its fusions,
-and kernels in Triton. cuDNN's kernels are compiled already, and tokamax's, in Mosaic
-GPU, are compiled where they run: of them no spills can be read here.
+and kernels in Triton. cuDNN's kernels are compiled already: of them no spills can be
+read here.
 """
 
 import re
 from functools import cache
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.extend import backend
 
 from tessera import op
-from tessera.ops.attention import pallas
-from tessera.ops.attention.dispatch import Device
 from tests.targets.compiled.programs import (
     array,
     compile_without_spills,
@@ -100,31 +96,6 @@ def test_a100_has_no_cudnn_for_the_widest_heads():
     assert "__cudnn$fmhaSoftmax" not in custom_calls(attention("a100:1x1", 256))
 
 
-@pytest.fixture
-def tokamax_on_h100(monkeypatch):
-    """tokamax compiles for the machine's own device: here it takes this for an H100."""
-    tokamax = pytest.importorskip("tokamax")
-    h100 = SimpleNamespace(
-        platform="gpu",
-        device_kind="NVIDIA H100 80GB HBM3",
-        compute_capability="9.0",
-        core_count=132,
-    )
-    monkeypatch.setattr(backend, "get_default_device", lambda: h100)
-    monkeypatch.setattr(pallas, "_device_of_machine", lambda: Device.of(h100))
-    with tokamax.config.cross_compile(True):
-        yield
-
-
-@pytest.mark.usefixtures("tokamax_on_h100")
-@pytest.mark.parametrize(("width", "window"), [(64, None), (128, 512), (256, None)])
-def test_h100_uses_tokamax_for_a_soft_cap(width, window):
-    compiled = attention(H100, width, "pallas", window, soft_cap=50.0)
-    (call,) = custom_calls(compiled)
-    assert call.startswith("mosaic_gpu")
-    assert compiled.memory.temporaries < SCORES / 10
-
-
 def test_h100_needs_no_scores_without_kernels():
     compiled = attention(H100, 128, "xla")
     assert not {call for call in custom_calls(compiled) if "fmha" in call}
@@ -171,11 +142,6 @@ def test_a_tpu_attends_in_blocks_where_it_has_no_kernel():
     assert "flash_attention_xla" in compiled.as_text()
     assert splash_kernels(compiled) == []
     assert compiled.memory.temporaries < SCORES / 3
-
-
-def test_the_reference_needs_the_scores():
-    compiled = attention(H100, 128, "reference")
-    assert compiled.memory.temporaries >= SCORES
 
 
 def test_a_kernel_that_spills_registers_is_refused():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference attention, which the other implementations are tested against.
+"""Attention with a matrix of scores, which the implementations are tested against.
 
 It computes in f32, or f64 for f64 operands, and needs memory for the square of the
 sequence.
@@ -11,15 +11,7 @@ Source: A. Vaswani et al., arXiv 1706.03762; for groups, J. Ainslie et al., arXi
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.ops.attention.dispatch import Device, Operands, Options
-
-
-def unsupported_reason(
-    operands: Operands, options: Options, device: Device
-) -> str | None:
-    """None: every call is supported."""
-    del operands, options, device
-    return None
+from tessera.ops.attention.dispatch import Operands, Options
 
 
 def attend(operands: Operands, options: Options) -> Array:
