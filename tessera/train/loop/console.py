@@ -1,38 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows a run on the terminal and writes ``train.log``.
 
-On a terminal: panels, a table and a progress bar, by rich. Anywhere else, and in the
-log file always: plain lines through Python's logging, logger ``tessera``.
+Lines go through Python's logging, logger ``tessera``. On a terminal a progress bar, by
+rich, takes the place of those that say how far the run is.
 """
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from textwrap import indent
 from time import monotonic
 from traceback import format_exception
 from types import TracebackType
 from typing import TextIO
 
-import yaml
-from rich import box
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
 from rich.text import Text
 
 from tessera.errors.untrusted_text import printable
-from tessera.train.config.setting_fields import as_yaml, walk
 
 log = logging.getLogger("tessera")
 
-# A record that the terminal has been shown in another form.
-_SHOWN = {"shown": True}
+# A record that a terminal has as its progress bar.
+_IN_BAR = {"in_bar": True}
 
 
 class Console:
@@ -119,17 +114,8 @@ class Console:
         log.setLevel(level)  # which also forgets what was enabled meanwhile
 
     def show_configuration(self, text: str) -> None:
-        """Show the resolved configuration.
-
-        Args:
-          text: YAML: groups of settings, and settings of no group.
-        """
-        panels: dict[str, list[tuple[str, str]]] = {"run": []}
-        for path, value in walk(yaml.safe_load(text)):
-            group, _, name = path.partition(".")
-            rows = panels.setdefault(group if name else "run", [])
-            rows.append((name or group, as_yaml(value)))
-        self._show("configuration\n" + _indented(text), _two_columns(panels))
+        """Show the resolved configuration, YAML."""
+        self._show("configuration", text)
 
     def show_run_table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Show what is about to run: mesh, parameters, memory per device.
@@ -138,9 +124,7 @@ class Console:
           rows: What it is, and how much.
         """
         wide = max(len(name) for name, _ in rows)
-        lines = "\n".join(f"  {name:{wide}}  {value}" for name, value in rows)
-        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), expand=False)
-        self._show(f"run\n{lines}", _filled(table, rows, "bold"))
+        self._show("run", "\n".join(f"{name:{wide}}  {value}" for name, value in rows))
 
     def show_validation(
         self, step: int, loss: float, by_source: Mapping[str, float] | None = None
@@ -149,22 +133,16 @@ class Console:
         text = f"validation after step {step}: loss {loss:.4f}"
         if by_source:
             text += f" ({', '.join(f'{n} {own:.4f}' for n, own in by_source.items())})"
-        self._show(text, Text(printable(text), style="cyan"))
+        self._show(text)
 
     def show_sample(self, prompt: str, continuation: str) -> None:
-        """Show what the model continues a prompt with.
+        """Show what the model continues a prompt with."""
+        self._show("sample", prompt + continuation)
 
-        What is not printable is shown by its code: a model may write any character,
-        those that command a terminal among them.
-        """
-        prompt, continuation = (
-            printable(text, keep="\n\t") for text in (prompt, continuation)
-        )
-        text = Text.assemble((prompt, "bold"), continuation)
-        self._show(
-            "sample\n" + _indented(prompt + continuation),
-            Panel(text, title="sample", title_align="left", box=box.ROUNDED),
-        )
+    def _show(self, title: str, text: str = "") -> None:
+        if self._is_first:
+            lines = indent(text.rstrip("\n"), "  ")
+            log.info("%s", f"{title}\n{lines}" if text else title)
 
     @contextmanager
     def progress(self, num_steps: int, *, done: int = 0) -> Iterator["Progress"]:
@@ -185,13 +163,6 @@ class Console:
         with RichProgress(*columns, console=self._rich, expand=True) as bar:
             bar.add_task("", total=num_steps, completed=done, status="")
             yield Progress(num_steps, done, bar)
-
-    def _show(self, plain: str, rich: RenderableType) -> None:
-        """Show something on a terminal in one form, and log it in another."""
-        if self._is_first:
-            if self._on_terminal:
-                self._rich.print(rich)
-            log.info("%s", plain, extra=_SHOWN)
 
 
 def _escaped(record: logging.LogRecord) -> bool:
@@ -229,7 +200,7 @@ class Progress:
         more = "".join(f"  {name} {v:.4g}" for name, v in (others or {}).items())
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=text)
-        log.info("step %d/%d  %s%s", step, self._num_steps, text, more, extra=_SHOWN)
+        log.info("step %d/%d  %s%s", step, self._num_steps, text, more, extra=_IN_BAR)
 
     def advance(self, step: int) -> None:
         """Move the bar between two updates; logs nothing."""
@@ -246,51 +217,16 @@ class Progress:
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints log records above the progress bar, those not shown in another form."""
+    """Prints log records above the progress bar, but those that it shows."""
 
     def __init__(self, console: RichConsole) -> None:
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "shown", False):
+        if not getattr(record, "in_bar", False):
             style = "yellow" if record.levelno >= logging.WARNING else ""
             self._console.print(Text(self.format(record), style=style))
-
-
-def _filled(table: Table, rows: Iterable[tuple[str, str]], style: str) -> Table:
-    """A table with a column of names, in a style, and one of values, which wrap."""
-    table.add_column(style=style, no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(printable(name)), Text(printable(value, keep="\n")))
-    return table
-
-
-def _two_columns(panels: Mapping[str, list[tuple[str, str]]]) -> RenderableType:
-    """Panels beside each other, each below the shorter column so far.
-
-    Args:
-      panels: Names and values, by the title of their panel.
-    """
-    columns: tuple[list[Panel], list[Panel]] = ([], [])
-    heights = [0, 0]
-    for title, rows in panels.items():
-        if rows:
-            table = _filled(Table.grid(padding=(0, 2)), rows, "dim")
-            panel = Panel(table, title=title, title_align="left", box=box.ROUNDED)
-            shorter = heights.index(min(heights))
-            columns[shorter].append(panel)
-            heights[shorter] += len(rows) + 2
-    grid = Table.grid(expand=True)
-    for _ in columns:
-        grid.add_column(ratio=1)
-    grid.add_row(*(Group(*column) for column in columns))
-    return grid
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.rstrip("\n").split("\n"))
 
 
 def _duration(seconds: float) -> str:
