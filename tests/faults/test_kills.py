@@ -316,7 +316,7 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
         said = second.finish(2)
         first.wait_for(r"step \d+/", after=len(first.lines))
         assert {path.name for path in first.folder.iterdir()} == {
-            *("lock.1", "train.log", "metrics.jsonl", "events.jsonl"),
+            *("lock", "train.log", "metrics.jsonl", "events.jsonl"),
             *("tensorboard", "config.yaml", "program.json", "checkpoints"),
         }
         first.process.send_signal(signal.SIGTERM)
@@ -340,7 +340,7 @@ def assert_is_taken_away(said: str, away: Path) -> None:
         "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )
     # What was there can be gone on from when it is back.
-    assert (away / "lock.1").exists()
+    assert (away / "lock").exists()
     assert [*map(json.loads, (away / "metrics.jsonl").read_text().splitlines())]
 
 

@@ -6,7 +6,6 @@ Holders are processes of their own, which tests kill, stop and cut off.
 
 import errno
 import fcntl
-import json
 import os
 import shlex
 import signal
@@ -48,8 +47,6 @@ fcntl.lockf = refuse
 EXECUTABLE = shlex.quote(sys.executable)
 PACKAGE = str(Path(module.__file__).parents[2])
 ELSEWHERE = "folder_lock._machine = lambda: 'another machine'"
-BEATING = "folder_lock._BEAT = 0.05"
-SILENT = "folder_lock._BEAT = 600.0"
 
 Hold = Callable[..., subprocess.Popen[str]]
 
@@ -89,8 +86,7 @@ def lock() -> Iterator[FolderLock]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second without a sign of life is silence."""
-    monkeypatch.setattr(module, "_SILENCE", 0.5)
+    """Nobody takes longer than half a second to end."""
     monkeypatch.setattr(module, "_ENDING", 0.5)
 
 
@@ -110,27 +106,24 @@ def test_a_folder_that_is_held_names_its_holder(hold, lock, tmp_path, impatient)
     holder = hold(tmp_path)
     with pytest.raises(FolderInUseError) as caught:
         lock.take(tmp_path)
-    said = json.loads((tmp_path / "lock.1").read_text())
-    assert said["process"] == holder.pid
-    assert said["host"] == os.uname().nodename
-    assert said["command"].startswith(f"{EXECUTABLE} -c ")
     lines = str(caught.value).splitlines()
     assert lines[0] == f"[T710] another run writes to the folder {tmp_path}"
     assert lines[1].startswith(
-        f"  got: lock.1: held by process {holder.pid} on host {said['host']}, since "
-        f"{said['since']}: {EXECUTABLE} -c "
+        f"  got: lock: held by process {holder.pid} on host {os.uname().nodename}, "
+        "since 20"
     )
+    assert f" UTC: {EXECUTABLE} -c " in lines[1]
     assert lines[-2:] == [
         "  fix: wait until it has ended, or end it; or use another folder: "
         "hydra.run.dir=<folder>",
         "  docs: https://tessera-spmd.github.io/tessera/errors/T710.html",
     ]
-    assert names(tmp_path) == ["lock.1"]
+    assert names(tmp_path) == ["lock"]
 
 
 def test_one_that_is_stopped_still_holds_it(hold, lock, tmp_path, impatient):
-    """By Ctrl-Z, or a debugger: it gives no sign of life, and may go on at any time."""
-    holder = hold(tmp_path, SILENT)
+    """By Ctrl-Z, or a debugger: it may go on at any time."""
+    holder = hold(tmp_path)
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(FolderInUseError):
         lock.take(tmp_path)
@@ -155,7 +148,7 @@ def test_what_another_program_wrote_is_shown_without_its_escape_sequences(
         lock.take(tmp_path)
     assert r"'\x1b[2J\u202e' xxx" in str(caught.value)
     assert str(caught.value).replace("\n", "").isprintable()
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) < 1500
 
 
 # --- free again
@@ -163,17 +156,17 @@ def test_what_another_program_wrote_is_shown_without_its_escape_sequences(
 
 def test_one_that_is_killed_holds_it_no_longer(hold, lock, tmp_path, monkeypatch):
     end(hold(tmp_path), signal.SIGKILL)
-    assert names(tmp_path) == ["lock.1"]
+    assert names(tmp_path) == ["lock"]
     # The system says so at once: there is nothing to wait for.
     monkeypatch.setattr(module, "_PAUSE", -1.0)
     lock.take(tmp_path)
-    assert names(tmp_path) == ["lock.2"]
+    assert f"process {os.getpid()} on host" in (tmp_path / "lock").read_text()
     lock.check()
 
 
 def test_one_that_ends_leaves_nothing_behind(lock, tmp_path):
     lock.take(tmp_path / "a" / "b")
-    assert names(tmp_path / "a" / "b") == ["lock.1"]
+    assert names(tmp_path / "a" / "b") == ["lock"]
     lock.release()
     assert names(tmp_path) == []
     lock.check()  # holds none, and says nothing
@@ -232,32 +225,19 @@ def test_what_was_forked_does_not_give_it_up(lock, tmp_path):
     lock.check()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[" * 4000,
-        b'{"machine": 1}',
-        b"\xff\xfe",
-        b'{"process": 1e999}',
-        os.urandom(9999),
-    ],
-)
-def test_a_file_that_says_nothing_blocks_nobody_for_long(
-    lock, tmp_path, impatient, content
-):
-    (tmp_path / "lock.7").write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", os.urandom(9999)])
+def test_a_file_that_nobody_has_locked_blocks_nobody(lock, tmp_path, content):
+    (tmp_path / "lock").write_bytes(content)
     lock.take(tmp_path)
-    assert names(tmp_path) == ["lock.8"]
+    lock.check()
 
 
-def test_links_and_other_names_are_no_holders(lock, tmp_path, impatient):
-    (tmp_path / "lock.3").symlink_to("nowhere")
-    for name in ("lock.0", "lock.x", "lock.1.old", "lock"):
-        (tmp_path / name).touch()
-    lock.take(tmp_path)
-    assert "lock.4" in names(tmp_path)
-    assert not (tmp_path / "nowhere").exists()
+def test_a_link_is_not_followed(lock, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "lock").symlink_to(tmp_path / "file")
+    with pytest.raises(OutputPathError, match="symbolic links"):
+        lock.take(tmp_path)
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 # --- without locks of the file system, and on other machines
@@ -271,64 +251,56 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def test_without_locks_one_that_gives_signs_of_life_holds_it(
+def test_without_locks_a_file_is_its_holders_until_it_is_removed(
     hold, lock, tmp_path, without_locks
 ):
-    hold(tmp_path, WITHOUT_LOCKS, BEATING)
-    with pytest.raises(FolderInUseError):
+    end(hold(tmp_path, WITHOUT_LOCKS), signal.SIGKILL)
+    with pytest.raises(FolderInUseError) as caught:
         lock.take(tmp_path)
-
-
-def test_without_locks_one_that_is_silent_loses_it_and_learns_of_it(
-    hold, lock, tmp_path, without_locks, impatient
-):
-    told = (
-        "from tessera.errors import FolderInUseError\n"
-        "try:\n    lock.check()\nexcept FolderInUseError as error:\n"
-        "    print(str(error).splitlines()[1], flush=True)\n"
-        "lock.release()\n"
+    assert caught.value.fix.splitlines()[-1] == (
+        f"the file system has no locks: if it was killed, remove {tmp_path}/lock"
     )
-    holder = hold(tmp_path, WITHOUT_LOCKS, SILENT, after=told)
+    (tmp_path / "lock").unlink()
     lock.take(tmp_path)
-    said, _ = holder.communicate("\n", timeout=60)
-    assert f"  got: lock.2: held by process {os.getpid()} on host" in said
-    # What it gives up then is not the lock of the other.
-    assert names(tmp_path) == ["lock.2"]
     lock.check()
+    lock.release()
+    assert names(tmp_path) == []
 
 
-def test_locks_that_another_machine_does_not_see_prove_no_end(hold, lock, tmp_path):
-    """Some mounts keep locks to themselves: free here is not free there."""
-    hold(tmp_path, ELSEWHERE, WITHOUT_LOCKS, BEATING)
-    with pytest.raises(FolderInUseError):
-        lock.take(tmp_path)
-
-
-def test_another_machine_that_is_silent_loses_it(hold, lock, tmp_path, impatient):
+def test_another_machine_that_is_gone_holds_it_no_longer(hold, lock, tmp_path):
     end(hold(tmp_path, ELSEWHERE), signal.SIGKILL)
     lock.take(tmp_path)
-    assert names(tmp_path) == ["lock.2"]
+    lock.check()
 
 
 def test_a_lock_that_a_server_keeps_for_a_machine_is_waited_for(
     hold, lock, tmp_path, impatient
 ):
     """As NFS does for a while; here the holder's own, until it is killed."""
-    holder = hold(tmp_path, ELSEWHERE, SILENT)
+    holder = hold(tmp_path, ELSEWHERE)
     assert_waits_for_end(lock, tmp_path, holder, after=1.5)
 
 
-def test_one_that_a_server_keeps_for_ever_is_said(
-    hold, lock, tmp_path, impatient, monkeypatch, capsys
+def test_a_holder_on_another_machine_is_waited_for_and_named(
+    hold, lock, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(module, "_SERVERS_KEEP", 1.0)
     monkeypatch.setattr(module, "_SAY_AFTER", 0.0)
-    hold(tmp_path, ELSEWHERE, SILENT)
+    hold(tmp_path, ELSEWHERE)
     with pytest.raises(FolderInUseError):
         lock.take(tmp_path)
-    assert (
-        f"waiting for {tmp_path}, which was held by process" in capsys.readouterr().err
-    )
+    assert f"waiting for {tmp_path}/lock, held by process" in capsys.readouterr().err
+
+
+def test_one_whose_file_was_removed_and_made_anew_learns_of_it(hold, tmp_path):
+    lock = FolderLock()
+    lock.take(tmp_path)
+    (tmp_path / "lock").unlink()
+    holder = hold(tmp_path)
+    assert "another file is in its place" in refusal(lock).got
+    # What it gives up then is not the lock of the other.
+    lock.release()
+    assert f"process {holder.pid} on" in (tmp_path / "lock").read_text()
 
 
 # --- a folder that is not where it was
@@ -345,7 +317,7 @@ def test_a_folder_that_is_renamed_is_noticed(lock, tmp_path):
     (tmp_path / "run").rename(tmp_path / "other")
     assert str(refusal(lock)) == (
         "[T504] the folder of the run is not where it was\n"
-        f"  got: {tmp_path}/run/lock.1: No such file or directory\n"
+        f"  got: {tmp_path}/run/lock: No such file or directory\n"
         "  fix: leave it in its place until the run has ended; to go on, put it back "
         "there and use training.resume=auto\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
@@ -356,9 +328,9 @@ def test_a_folder_that_is_renamed_is_noticed(lock, tmp_path):
 
 def test_a_folder_that_is_deleted_is_noticed(lock, tmp_path):
     lock.take(tmp_path / "run")
-    (tmp_path / "run" / "lock.1").unlink()
+    (tmp_path / "run" / "lock").unlink()
     (tmp_path / "run").rmdir()
-    assert refusal(lock).got == f"{tmp_path}/run/lock.1: No such file or directory"
+    assert refusal(lock).got == f"{tmp_path}/run/lock: No such file or directory"
 
 
 def test_another_folder_in_its_place_is_noticed(lock, tmp_path):
@@ -408,24 +380,3 @@ def test_a_file_system_that_cannot_be_written_is_a_mistake(lock, tmp_path):
             lock.take(disk / "run")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-# --- many at once
-
-
-def test_one_that_looked_too_early_does_not_begin_to_count_anew(
-    hold, lock, tmp_path, monkeypatch, impatient
-):
-    """It saw an empty folder; meanwhile others came, and the first of them went."""
-    look, seen = module._entries, list[Path]()
-
-    def look_too_early(folder: Path) -> Iterator[Any]:
-        seen.append(folder)
-        return look(folder) if len(seen) > 1 else iter(())
-
-    hold(tmp_path)
-    (tmp_path / "lock.1").rename(tmp_path / "lock.2")
-    monkeypatch.setattr(module, "_entries", look_too_early)
-    with pytest.raises(FolderInUseError):
-        lock.take(tmp_path)
-    assert names(tmp_path) == ["lock.2"]
