@@ -14,7 +14,7 @@ from typing import Any
 from tessera.train.loop.main import main
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.runtime import preemption_notices
-from tessera.train.runtime.preemption_notices import CLOUDS, GoogleCloud
+from tessera.train.runtime.preemption_notices import CLOUDS, google
 
 preempted, announced = threading.Event(), threading.Event()
 
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     server = ThreadingHTTPServer(("127.0.0.1", 0), MetadataServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
-    CLOUDS["gce"] = lambda: GoogleCloud(address)  # type: ignore[index]
+    CLOUDS["gce"] = lambda: google(address)  # type: ignore[index]
     preemption_notices._POLL_SECONDS = 0.1  # type: ignore[misc]
     train.MetricWriter = Writer  # type: ignore[misc]
     logging.getLogger("tessera.train.runtime").addHandler(Announced())

@@ -35,11 +35,10 @@ from tessera.train.trackers.tracking import check_tracker, tracked
 def run(composed: Composed) -> None:
     """One run, from its composed configuration, in this process and others."""
     lock, clock, runtime = FolderLock(), PhaseClock(), composed.config.runtime
-    cloud = CLOUDS[runtime.preemption_notice]()
     with (
         join(composed, lock) as here,
         time_limit(runtime.max_run_time, here.request_stop),
-        preemption_notices(cloud, here.request_stop),
+        preemption_notices(CLOUDS[runtime.preemption_notice], here.request_stop),
     ):
         here.watchdog.subscribe(clock.enter)
         train(composed, here, lock, clock)

@@ -13,15 +13,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from tessera.errors.untrusted_text import parse_json, printable
 
 _log: Final = logging.getLogger("tessera.train.runtime")
-# AWS recommends 5 s. Azure answers a machine, which may have eight ranks, five times a
-# second.
+# AWS recommends 5 s. Azure answers a machine, which may have eight ranks that ask two
+# things, five times a second.
 _POLL_SECONDS: Final = 5.0
 _TIMEOUT: Final = 2.0
 _MAX_BYTES: Final = 2**16
@@ -30,145 +30,102 @@ _LINK_LOCAL: Final = "http://169.254.169.254"
 _open: Final = build_opener(ProxyHandler({})).open
 
 
-class Cloud(Protocol):
-    """A cloud that may take its machines away."""
+def google(address: str = "http://metadata.google.internal") -> str | None:
+    """Spot VMs that are preempted, and machines that end for maintenance."""
 
-    def notice(self) -> str | None:
-        """What is to happen to this machine; None if it stays.
-
-        Raises:
-          Exception: The endpoint does not answer, or nothing that has a meaning here.
-        """
-
-
-class GoogleCloud:
-    """Spot VMs that are preempted, and machines that end for maintenance.
-
-    Args:
-      address: Of the metadata server.
-    """
-
-    def __init__(self, address: str = "http://metadata.google.internal") -> None:
-        self._folder = f"{address}/computeMetadata/v1/instance"
-
-    def notice(self) -> str | None:
-        """See ``Cloud``."""
-        if self._read("preempted", ("TRUE", "FALSE")) == "TRUE":
-            return "Google Cloud preempts this machine"
-        # Of accelerators, an hour before; other machines move while they run.
-        ends = "TERMINATE_ON_HOST_MAINTENANCE"
-        events = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", ends)
-        if self._read("maintenance-event", events) == ends:
-            return "Google Cloud ends this machine for maintenance"
-        return None
-
-    def _read(self, name: str, values: tuple[str, ...]) -> str:
-        text = _ask(f"{self._folder}/{name}", {"Metadata-Flavor": "Google"}).strip()
+    def read(name: str, values: tuple[str, ...]) -> str:
+        path = f"{address}/computeMetadata/v1/instance/{name}"
+        text = _ask(path, {"Metadata-Flavor": "Google"}).strip()
         if text not in values:
             raise ValueError(f"{name} is {text[:80]!r}")
         return text
 
-
-class Aws:
-    """Spot instances that are interrupted.
-
-    Args:
-      address: Of the instance metadata service, version 2.
-    """
-
-    def __init__(self, address: str = _LINK_LOCAL) -> None:
-        self._folder, self._token = f"{address}/latest", ""
-
-    def notice(self) -> str | None:
-        """See ``Cloud``."""
-        if not self._token:
-            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
-            token = _ask(f"{self._folder}/api/token", ttl, method="PUT").strip()
-            if not token.isascii() or not token.isprintable():
-                raise ValueError(f"the token is {token[:80]!r}")
-            self._token = token
-        path = f"{self._folder}/meta-data/spot/instance-action"
-        try:
-            text = _ask(path, {"X-aws-ec2-metadata-token": self._token})
-        except HTTPError as error:
-            if error.code == 404:
-                return None
-            self._token = ""  # 401 is for one that has expired
-            raise
-        action = _object(text).get("action")
-        if action not in ("terminate", "stop", "hibernate"):
-            raise ValueError(f"instance-action is {text[:80]!r}")
-        return f"AWS is to {action} this instance"
+    if read("preempted", ("TRUE", "FALSE")) == "TRUE":
+        return "Google Cloud preempts this machine"
+    # Of accelerators, an hour before; other machines move while they run.
+    ends = "TERMINATE_ON_HOST_MAINTENANCE"
+    events = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", ends)
+    if read("maintenance-event", events) == ends:
+        return "Google Cloud ends this machine for maintenance"
+    return None
 
 
-class Azure:
-    """Spot machines that are evicted, and those that are started anew or deleted.
+def aws(address: str = _LINK_LOCAL) -> str | None:
+    """Spot instances that are interrupted, by version 2 of the metadata service."""
+    ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    token = _ask(f"{address}/latest/api/token", ttl, method="PUT").strip()
+    if not token.isascii() or not token.isprintable():
+        raise ValueError(f"the token is {token[:80]!r}")
+    path = f"{address}/latest/meta-data/spot/instance-action"
+    try:
+        text = _ask(path, {"X-aws-ec2-metadata-token": token})
+    except HTTPError as error:
+        if error.code == 404:
+            return None
+        raise
+    action = _object(text).get("action")
+    if action not in ("terminate", "stop", "hibernate"):
+        raise ValueError(f"instance-action is {text[:80]!r}")
+    return f"AWS is to {action} this instance"
 
-    Args:
-      address: Of the instance metadata service.
-    """
 
-    def __init__(self, address: str = _LINK_LOCAL) -> None:
-        self._folder, self._name = f"{address}/metadata", ""
+def azure(address: str = _LINK_LOCAL) -> str | None:
+    """Spot machines that are evicted, and those that are started anew or deleted."""
 
-    def notice(self) -> str | None:
-        """See ``Cloud``."""
-        if not self._name:
-            path = "instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = self._ask(path).strip().casefold()
-            if not self._name:
-                raise ValueError("the machine has no name")
-        # The first request turns the service on, which may take two minutes.
-        text = self._ask("scheduledevents?api-version=2020-07-01")
-        events = _object(text).get("Events")
-        if not isinstance(events, list):
-            raise ValueError(f"the scheduled events are {text[:80]!r}")
-        for event in events:
-            kind = self._kind(event)
-            # A machine that freezes goes on after a few seconds.
-            if kind in ("Preempt", "Terminate", "Reboot", "Redeploy"):
-                return f"Azure announces for this machine: {kind}"
-        return None
+    def read(path: str) -> str:
+        return _ask(f"{address}/metadata/{path}", {"Metadata": "true"})
 
-    def _kind(self, event: Any) -> Any:
-        """What happens to this machine; events are those of all of a scale set."""
+    path = "instance/compute/name?api-version=2021-02-01&format=text"
+    own = read(path).strip().casefold()
+    if not own:
+        raise ValueError("the machine has no name")
+    # The first request turns the service on, which may take two minutes.
+    text = read("scheduledevents?api-version=2020-07-01")
+    events = _object(text).get("Events")
+    if not isinstance(events, list):
+        raise ValueError(f"the scheduled events are {text[:80]!r}")
+    for event in events:
         match event:
-            case {"EventType": kind, "Resources": [*names]}:
-                is_here = self._name in [str(name).casefold() for name in names]
-                return kind if is_here else None
-        return None
+            # Of all machines of a scale set. One that freezes goes on after seconds.
+            case {
+                "EventType": "Preempt" | "Terminate" | "Reboot" | "Redeploy" as kind,
+                "Resources": [*names],
+            } if own in [str(name).casefold() for name in names]:
+                return f"Azure announces for this machine: {kind}"
+    return None
 
-    def _ask(self, path: str) -> str:
-        return _ask(f"{self._folder}/{path}", {"Metadata": "true"})
 
+Ask: TypeAlias = Callable[[], str | None]
+"""What is to happen to this machine, or None if it stays; raises whatever it is if the
+endpoint does not answer, or nothing that has a meaning here."""
 
-CLOUDS: Final[Mapping[str, Callable[[], Cloud | None]]] = {
-    "none": lambda: None,
-    "gce": GoogleCloud,
-    "aws": Aws,
-    "azure": Azure,
+CLOUDS: Final[Mapping[str, Ask | None]] = {
+    "none": None,
+    "gce": google,
+    "aws": aws,
+    "azure": azure,
 }
 
 
 @contextmanager
 def preemption_notices(
-    cloud: Cloud | None, request_stop: Callable[[str], None]
+    ask: Ask | None, request_stop: Callable[[str], None]
 ) -> Iterator[None]:
     """Request a stop at a cloud's first notice during the block.
 
     An endpoint that cannot be understood, or does not answer, is warned of once.
 
     Args:
-      cloud: Whom to ask, in a thread; None asks nobody.
+      ask: Asks a cloud, in a thread; None asks nobody.
       request_stop: Gets what the cloud says, in that thread.
     """
-    if cloud is None:
+    if ask is None:
         yield
         return
     closed = threading.Event()
     thread = threading.Thread(
         target=_poll,
-        args=(cloud, request_stop, closed),
+        args=(ask, request_stop, closed),
         name="preemption-notices",
         daemon=True,
     )
@@ -180,12 +137,12 @@ def preemption_notices(
 
 
 def _poll(
-    cloud: Cloud, request_stop: Callable[[str], None], closed: threading.Event
+    ask: Ask, request_stop: Callable[[str], None], closed: threading.Event
 ) -> None:
     is_warned = False
     while not closed.is_set():
         try:
-            if notice := cloud.notice():
+            if notice := ask():
                 request_stop(notice)
                 return
         except Exception as error:  # whatever it is, the next answer may be a notice

@@ -123,8 +123,7 @@ def test_settings_stop_a_run_as_sigterm_does(monkeypatch, override, cause):
     monkeypatch.setattr(train, "join", lambda *_: nullcontext(here))
     stopped = lambda *_: causes.get(timeout=240)  # noqa: E731
     monkeypatch.setattr(train, "train", lambda *_: causes.put(f"first: {stopped()}"))
-    cloud = SimpleNamespace(notice=lambda: "it ends")
-    monkeypatch.setitem(train.CLOUDS, "aws", lambda: cloud)
+    monkeypatch.setitem(train.CLOUDS, "aws", lambda: "it ends")
     train.run(compose([override], configs_dir()))
     assert causes.get(timeout=240) == f"first: {cause}"
 
