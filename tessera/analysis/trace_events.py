@@ -11,9 +11,15 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jax.profiler import ProfileData
+
+COMMAND_BUFFERS: Final = "xla_gpu_enable_command_buffer"
+"""The option of which kernels GPUs launch at once, as a CUDA graph; ``""`` is none.
+
+The trace of a graph says of no kernel which operation it is (openxla/xprof#3070).
+"""
 
 _DEVICE = re.compile(r"/device:\w+:(\d+)")
 _OPERATIONS = "XLA Ops"

@@ -19,10 +19,9 @@ from tessera.analysis.ledger import Ledger
 from tessera.analysis.measured_rates import as_json, as_text
 from tessera.analysis.measured_timeline import measured_timeline
 from tessera.analysis.measured_times import Measured, measure
-from tessera.analysis.trace_events import op_events
+from tessera.analysis.trace_events import COMMAND_BUFFERS, op_events
 from tessera.graph.compile_stages import Compiled
 from tessera.graph.function import Function
-from tessera.graph.lower.jit import COMMAND_BUFFERS
 
 _EXECUTIONS = 3
 

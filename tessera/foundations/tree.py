@@ -115,3 +115,17 @@ def partition(
     statics = {i: leaf for i, (_, leaf) in enumerate(found) if not is_array(leaf)}
     arrays = [leaf for i, (_, leaf) in enumerate(found) if i not in statics]
     return arrays, Skeleton(structure, statics, [path for path, _ in found])
+
+
+def zeros(like: Tree) -> Tree:
+    """Zeros of the shapes and dtypes of a tree, without its layouts.
+
+    Example:
+      >>> zeros({"up": jax.ShapeDtypeStruct((2,), "float32")})
+      {'up': Array([0., 0.], dtype=float32)}
+    """
+
+    def zeros(leaf: Any) -> jax.Array:
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(zeros, like)

@@ -7,5 +7,5 @@ lines                           source lines, the user's and a library's
 linearization                   differentiates repeated equations once
 dispatch, processes, mlir       calls of compiled programs, processes, modules
 target_devices, cudnn           devices that are not here, kernels of cuDNN
-workarounds                     faults of JAX that are avoided, and until when
+workarounds                     ``CorrectJit``: ``jax.jit`` that avoids faults of XLA
 """

@@ -16,6 +16,7 @@ import numpy as np
 from tessera.errors import SettingValueError, did_you_mean
 from tessera.foundations.primitive_properties import CUDNN_ATTENTION, MATMULS
 from tessera.foundations.tree import partition
+from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import Structure, is_object, split_result
 
@@ -41,6 +42,15 @@ def save_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
     """
     is_matmul = primitive.name in MATMULS | CUDNN_ATTENTION
     return is_matmul or _save_attention(primitive, *avals, **params)
+
+
+def names_values(program: jaxprs.Program) -> bool:
+    """Whether a program names values, for the policy ``named`` to save."""
+    return any(
+        primitives.checkpoint_name(equation) is not None
+        or any(map(names_values, jaxprs.inner_programs(equation)))
+        for equation in jaxprs.equations(program)
+    )
 
 
 def save_named(primitive: Any, *_: Any, **params: Any) -> bool:

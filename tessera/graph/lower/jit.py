@@ -43,9 +43,6 @@ _PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
 _WITHOUT_PASSES: Final = "xla_disable_hlo_passes", "algsimp"
 _EXCESS_PRECISION: Final = "xla_allow_excess_precision"
 _FIXED_KERNELS: Final = "xla_gpu_deterministic_ops"
-# Which kernels GPUs launch at once, as a CUDA graph; "" is none. The trace of a graph
-# says of no kernel which operation it is (openxla/xprof#3070).
-COMMAND_BUFFERS: Final = "xla_gpu_enable_command_buffer"
 _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: schedules as tables, checked, drawn, and executed by one loop."""
+"""Pipelines: schedules as tables, checked, drawn, and executed by one loop.
 
-from tessera.graph.pipelining.balance_stages import balanced, describe
-from tessera.graph.pipelining.named_schedules import custom, schedule
-from tessera.graph.pipelining.schedule_table import Op, Schedule
+The names of the stub beside this file are public: those of schedules (``schedule``,
+``custom``, ``Schedule``, ``Op``, ``Kind``), of the split of layers into stages
+(``balanced``, ``describe``), and the loop with what it runs (``Pipeline``, ``Stages``).
+"""
 
-__all__ = ["Op", "Schedule", "balanced", "custom", "describe", "schedule"]
+from tessera._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.foundations.tree import Tree
+from tessera.foundations.tree import Tree, zeros
 from tessera.graph.pipelining.ring_buffers import (
     add,
     add_to_row,
@@ -23,7 +23,6 @@ from tessera.graph.pipelining.ring_buffers import (
     ring_buffer,
     row_of,
     store,
-    zeros,
 )
 from tessera.graph.pipelining.schedule_table import Schedule
 from tessera.graph.pipelining.stage_packing import Packing

@@ -20,12 +20,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.foundations.device_grid import DATA_AXES
-from tessera.foundations.tree import Tree
+from tessera.foundations.tree import Tree, zeros
 from tessera.graph.pipelining import manual_axis
 from tessera.graph.pipelining.device_tick import Stages
 from tessera.graph.pipelining.loss_decomposition import LossDecomposition
 from tessera.graph.pipelining.pipeline_primitive import PipelineCall
-from tessera.graph.pipelining.ring_buffers import zeros
 from tessera.graph.pipelining.schedule_loop import Pipeline
 from tessera.graph.pipelining.stage_packing import Packing
 from tessera.graph.pipelining.stage_weights import StageWeights, WeightForm

@@ -15,15 +15,6 @@ from jax import Array
 from tessera.foundations.tree import Tree
 
 
-def zeros(like: Tree) -> Tree:
-    """Zeros of the shapes and dtypes of a tree."""
-
-    def zeros(leaf: Any) -> Array:
-        return jnp.zeros(leaf.shape, leaf.dtype)
-
-    return jax.tree.map(zeros, like)
-
-
 def ring_buffer(like: Tree, slots: int) -> Tree:
     """Empty slots, at least one: a stage that receives nothing reads one, too."""
 

@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from tessera.foundations.tree import Tree
+from tessera.foundations.tree import Tree, zeros
 from tessera.graph.pipelining.device_tick import (
     Carry,
     Device,
@@ -38,7 +38,7 @@ from tessera.graph.pipelining.device_tick import (
     Stages,
 )
 from tessera.graph.pipelining.pipeline_primitive import SCOPE
-from tessera.graph.pipelining.ring_buffers import add, ring_buffer, store, zeros
+from tessera.graph.pipelining.ring_buffers import add, ring_buffer, store
 from tessera.graph.pipelining.schedule_table import Kind, Schedule
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import map_free_axes, region_mesh

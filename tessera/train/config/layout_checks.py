@@ -20,7 +20,7 @@ from tessera.errors import (
     nearest,
 )
 from tessera.foundations.tree import named_leaves
-from tessera.graph.pipelining.named_schedules import schedule
+from tessera.graph.pipelining import schedule
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes

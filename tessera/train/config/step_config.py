@@ -7,7 +7,7 @@ from functools import cached_property
 import optax
 from jax.sharding import PartitionSpec
 
-from tessera.graph.pipelining.schedule_table import Schedule
+from tessera.graph.pipelining import Schedule
 from tessera.mesh import Mesh
 from tessera.train.loop.deterministic_numerics import FixedOrder
 from tessera.train.loop.gradient_compression import CompressedExchange

@@ -17,9 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.analysis.flops import count
 from tessera.graph.compile_stages import Compiled
 from tessera.graph.function import Function
-from tessera.graph.pipelining.balance_stages import describe
-from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
-from tessera.graph.pipelining.schedule_table import Schedule
+from tessera.graph.pipelining import Schedule, describe, fewer_microbatches_warning
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
 from tessera.train.config.batch_sizes import with_batch_sizes

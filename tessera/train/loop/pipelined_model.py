@@ -19,10 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from tessera.foundations.tree import Tree
-from tessera.graph.pipelining.device_tick import Stages
-from tessera.graph.pipelining.named_schedules import schedule
-from tessera.graph.pipelining.schedule_loop import Pipeline
-from tessera.graph.pipelining.schedule_table import Schedule
+from tessera.graph.pipelining import Pipeline, Schedule, Stages, schedule
 from tessera.mesh import Mesh
 from tessera.shard_spec import axes_of_dims, spec_over
 from tessera.tracing.casts import cast_parameter

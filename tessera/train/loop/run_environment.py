@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import jax
 
-from tessera.graph.lower.jit import COMMAND_BUFFERS
+from tessera.analysis.trace_events import COMMAND_BUFFERS
 from tessera.jax_compat import target_devices
 from tessera.tracing.scope import current_plan, set_plan
 from tessera.train.config.command_line import Composed

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
-from tessera.graph.pipelining.ring_buffers import zeros
+from tessera.foundations.tree import zeros
 from tessera.ops.rematerialization import NAMED as NAMED
 from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tessera.foundations.tree import Tree
-from tessera.graph.pipelining.balance_stages import balanced
+from tessera.graph.pipelining import balanced
 from tessera.mesh import Mesh
 
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.errors import PlanError
-from tessera.graph.pipelining.named_schedules import schedule
-from tessera.graph.pipelining.schedule_table import Kind, Schedule
+from tessera.graph.pipelining import Kind, Schedule, schedule
 from tessera.mesh import Mesh
 from tessera.targets.device_layout import device_grid
 from tessera.targets.link_times import Span, collective_seconds, span
