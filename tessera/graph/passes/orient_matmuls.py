@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jax import lax
 
 from tessera.graph import rewriting
 from tessera.graph.ir import Graph
-from tessera.graph.lifetimes import Lifetimes, called
 from tessera.jax_compat import jaxprs, primitives
 
 Dims: TypeAlias = tuple[int, ...]
@@ -32,9 +31,9 @@ def orient_matmuls(graph: Graph) -> Graph:
     Optimization barriers keep the compiler from merging the transposes into the matmul
     again. Dims are not merged, so each keeps its layout over the mesh.
 
-    The compiler transposes an activation as soon as it has it, in the forward pass. If
-    the backward pass needs the activation itself too, both would be in memory; then the
-    cotangent is transposed, which does not live long.
+    The compiler transposes an activation as soon as it has it, in the forward pass, and
+    it may be needed untransposed as well. So of two operands of one size the cotangent
+    is transposed, which does not live long.
 
     Before:  g = dot_general[contract B,T of both] dy:[B,T,F] x:[B,T,D]    [F, D]
              w = transpose g                                               [D, F]
@@ -43,7 +42,7 @@ def orient_matmuls(graph: Graph) -> Graph:
     """
     if graph.platform != "cpu":
         return graph
-    plans = {id(p.equation): p for p in _plans(graph.program, holds_inputs=True)}
+    plans = {id(p.equation): p for p in _plans(graph.program)}
     if not plans:
         return graph
     exchanged = {
@@ -92,11 +91,6 @@ class _Operand:
         """Whether they come after them."""
         return min(self.contracted) > max(self.free)
 
-    @property
-    def cost(self) -> tuple[bool, int]:
-        """Of transposing it; one of mixed dims is transposed in any case."""
-        return self.contracts_first, self.size(self.free)
-
 
 @dataclass(frozen=True)
 class _Plan:
@@ -107,34 +101,26 @@ class _Plan:
       left: The operand whose free dims come first in what is wanted.
       right: The other one.
       transpose: The transpose that wants them in the other order than the matmul has.
-      keeps_smaller: Whether the larger operand is to be transposed.
     """
 
     equation: jaxprs.Equation
     left: _Operand
     right: _Operand
     transpose: jaxprs.Equation | None
-    keeps_smaller: bool = False
 
     @property
-    def smaller(self) -> _Operand:
-        """The operand that is cheaper to transpose."""
-        return self.left if self.left.cost <= self.right.cost else self.right
+    def transposes_left(self) -> bool:
+        """Whether the left operand is the one to transpose."""
+        return self._cost(self.left) <= self._cost(self.right)
 
-    @property
-    def number(self) -> int:
-        """Which operand of the equation the smaller one is."""
-        return 0 if self.smaller.atom is self.equation.invars[0] else 1
+    def _cost(self, operand: _Operand) -> tuple[bool, int, bool]:
+        """Of transposing an operand; one of mixed dims is transposed in any case.
 
-    def activations(self, lifetimes: Lifetimes) -> Iterator[tuple[int, Any, Any]]:
-        """For each call, which operand is the activation, this, and the cotangent."""
-        for first, second in lifetimes.operands(self.equation):
-            is_older = lifetimes.made(first) < lifetimes.made(second)
-            # JAX writes the cotangent first. What is rematerialized is made after it.
-            if self.transpose is None and is_older:
-                yield 0, first, second
-            else:
-                yield 1, second, first
+        Of two as large it is the cotangent, which does not live long. JAX writes it
+        first.
+        """
+        is_second = operand.atom is not self.equation.invars[0]
+        return operand.contracts_first, operand.size(operand.free), is_second
 
     def product(self, first: Any, second: Any) -> Any:
         """The product of the equation's operands, in the order that is wanted."""
@@ -142,7 +128,7 @@ class _Plan:
         if self.transpose is not None:
             left, right = (self.left, second), (self.right, first)
         with jaxprs.source_context(self.equation):
-            if (self.smaller is self.left) != self.keeps_smaller:
+            if self.transposes_left:
                 return self._product(*left, *right)
             transposed = lax.optimization_barrier(self._product(*right, *left))
             batch, firsts = len(self.left.batch), len(self.right.free)
@@ -161,72 +147,20 @@ class _Plan:
         return primitives.bind_matmul(self.equation, [transposed, b], dims=dims)
 
 
-def _plans(program: jaxprs.Program, *, holds_inputs: bool = False) -> Iterator[_Plan]:
+def _plans(program: jaxprs.Program) -> Iterator[_Plan]:
     """The matmuls that contract neither operand's last dims, nested ones too."""
-    for inner in _bodies(program):
-        yield from _plans(inner)
-    # A program that is called twice has one plan for each of its matmuls.
-    programs = rewriting.programs_from(program, _called)
-    found = {id(plan.equation): plan for each in programs for plan in _own_plans(each)}
-    if not found:
-        return
-    transposed = {(key, plan.number) for key, plan in found.items()}
-    lifetimes = Lifetimes(program, transposed, holds_inputs=holds_inputs)
-    made = [
-        lifetimes.made(cotangent)
-        for plan in found.values()
-        for *_, cotangent in plan.activations(lifetimes)
-    ]
-    for plan in found.values():
-        is_kept = _is_kept(plan, lifetimes, backward=min(made, default=-1))
-        yield replace(plan, keeps_smaller=is_kept)
-
-
-def _is_kept(plan: _Plan, lifetimes: Lifetimes, backward: int) -> bool:
-    """Whether the smaller operand is an activation that is needed untransposed too.
-
-    Args:
-      plan: The plan.
-      lifetimes: Of the values of the program.
-      backward: When the first cotangent is made.
-    """
-    if not plan.left.contracts_first or not plan.right.contracts_first:
-        return False  # the compiler transposes that one anyway
-    for number, activation, cotangent in plan.activations(lifetimes):
-        is_of_forward = lifetimes.made(activation) < backward
-        since = backward if is_of_forward else lifetimes.made(cotangent)
-        if number == plan.number and lifetimes.needed(activation) > since:
-            return True
-    return False
-
-
-def _bodies(program: jaxprs.Program) -> Iterator[jaxprs.Program]:
-    """The bodies of loops and branches in a program, and in those that it calls."""
-    for each in rewriting.programs_from(program, _called):
-        for equation in jaxprs.equations(each):
-            if called(equation) is None:
-                yield from jaxprs.inner_programs(equation)
-
-
-def _called(equation: jaxprs.Equation) -> list[jaxprs.Program]:
-    inner = called(equation)
-    return [] if inner is None else [inner]
-
-
-def _own_plans(program: jaxprs.Program) -> Iterator[_Plan]:
-    """The plans of a program without those that it calls."""
-    equations = jaxprs.equations(program)
-    read = rewriting.use_counts(program)
-    transposes = {
-        equation.invars[0]: equation
-        for equation in equations
-        if equation.primitive.name == "transpose" and read[equation.invars[0]] == 1
-    }
-    for equation in equations:
-        if equation.primitive.name == "dot_general":
-            plan = _plan(equation, transposes.get(equation.outvars[0]))
-            if plan is not None:
-                yield plan
+    for each in rewriting.programs_from(program, jaxprs.inner_programs):
+        equations, read = jaxprs.equations(each), rewriting.use_counts(each)
+        transposes = {
+            equation.invars[0]: equation
+            for equation in equations
+            if equation.primitive.name == "transpose" and read[equation.invars[0]] == 1
+        }
+        for equation in equations:
+            if equation.primitive.name == "dot_general":
+                plan = _plan(equation, transposes.get(equation.outvars[0]))
+                if plan is not None:
+                    yield plan
 
 
 def _plan(equation: jaxprs.Equation, transpose: jaxprs.Equation | None) -> _Plan | None:
