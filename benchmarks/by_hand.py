@@ -20,7 +20,8 @@ from tessera.jax_compat.workarounds import correct_options
 from tessera.ops.clipping import global_norm
 from tessera.train.loop.step import StepConfig, batch_spec
 from tessera.train.loop.train_state import TrainState, state_specs
-from tessera.train.models.decoder.decoder import Decoder
+from tessera.train.models.model import Model
+from tessera.train.models.partition_rules import NO_MESH
 
 Tree: TypeAlias = Any
 Loss: TypeAlias = Callable[[Tree, Tree], jax.Array]
@@ -32,12 +33,7 @@ def sharded(config: StepConfig) -> Callable[..., Any]:
 
     def summed_loss(params: Tree, batch: Tree) -> jax.Array:
         micro = {name: array[0] for name, array in batch.items()}
-        logits = config.model.module(params)(
-            micro["tokens"],
-            positions=micro["positions"],
-            segment_ids=micro["segment_ids"],
-            place=place,
-        )
+        logits = config.model.logits(params, micro, place)
         return cross_entropy(logits, micro["targets"])
 
     return step_of(config, summed_loss)
@@ -55,7 +51,7 @@ def gpipe(config: StepConfig) -> Callable[..., Any]:
     def own_losses(layers: Tree, shared: Tree, batch: Tree) -> jax.Array:
         stage = jax.lax.axis_index("pp")
         layers = jax.tree.map(lambda array: array[0, 0], layers)
-        module = config.model.stage({**shared, "decoder": layers})
+        params = {**shared, "decoder": layers}
         rows, length = batch["tokens"].shape[1:]
         empty = jnp.zeros((rows, length, config.model.config.d_model))
 
@@ -63,7 +59,9 @@ def gpipe(config: StepConfig) -> Callable[..., Any]:
         def work(x: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jax.lax.cond(
                 (number >= 0) & (number < micros),
-                lambda: _stage(module, x, _micro(batch, number), stage, stages),
+                lambda: _stage(
+                    config.model, params, x, _micro(batch, number), stage, stages
+                ),
                 lambda: (empty, jnp.float32(0.0)),
             )
 
@@ -95,20 +93,21 @@ def _micro(batch: Tree, number: jax.Array) -> Tree:
 
 
 def _stage(
-    module: Decoder, x: jax.Array, micro: Tree, stage: jax.Array, stages: int
+    model: Model,
+    params: Tree,
+    x: jax.Array,
+    micro: Tree,
+    stage: jax.Array,
+    stages: int,
 ) -> tuple[jax.Array, jax.Array]:
     """One stage on one microbatch: what it hands on, and its part of the loss."""
-    layers = module.config.num_layers // stages
-    x = jax.lax.cond(stage == 0, lambda: module.embed(micro["tokens"]), lambda: x)
-    x, _ = module.decode(
-        x,
-        positions=micro["positions"],
-        segment_ids=micro["segment_ids"],
-        numbers=stage * layers + jnp.arange(layers),
-    )
+    layers = model.config.num_layers // stages
+    x = jax.lax.cond(stage == 0, lambda: model.embed(params, micro, NO_MESH), lambda: x)
+    numbers = stage * layers + jnp.arange(layers)
+    x, _ = model.run_blocks(params, x, micro, NO_MESH, numbers)
     loss = jax.lax.cond(
         stage == stages - 1,
-        lambda: cross_entropy(module.logits(module.normalized(x)), micro["targets"]),
+        lambda: cross_entropy(model.head(params, x, micro, NO_MESH), micro["targets"]),
         lambda: jnp.float32(0.0),
     )
     return x, loss

@@ -175,7 +175,8 @@ class PipelinedModel:
         hidden = jax.lax.cond(
             index == 0, lambda: model.embed(params, micro, place), lambda: wire
         )
-        hidden, extra, sums = model.run_blocks(params, hidden, micro, place, own)
+        hidden, statistics = model.run_blocks(params, hidden, micro, place, own)
+        extra, sums = model.block_sums(statistics, micro)
 
         def last() -> Float[Array, ""]:
             return model.head_loss(params, hidden, micro, place, chunk=self.loss_chunk)

@@ -3,13 +3,11 @@
 
 from tessera.train.models.axis_rules import RULES as RULES
 from tessera.train.models.decoder.config import DecoderConfig as DecoderConfig
-from tessera.train.models.decoder.decoder import Decoder as Decoder
 from tessera.train.models.decoder.model import DecoderModel as DecoderModel
 from tessera.train.models.generation import Sampler as Sampler
 from tessera.train.models.generation import generate as generate
 from tessera.train.models.partition_rules import Placement as Placement
 from tessera.train.models.register_model import register_model as register_model
-from tessera.train.models.registry import build as build
 from tessera.train.models.registry import config_of as config_of
 from tessera.train.models.registry import model_names as model_names
 from tessera.train.models.weights import from_pretrained as from_pretrained

@@ -129,7 +129,7 @@ class Model(ABC):
         batch: Batch,
         place: Placement,
         numbers: Int[Array, " layers"] | None = None,
-    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
+    ) -> tuple[Array, Tree]:
         """The hidden state after the blocks.
 
         Args:
@@ -141,8 +141,15 @@ class Model(ABC):
             An index past the last block is of padding, which does nothing.
 
         Returns:
-          The state, what is trained beside the loss, and the sums to report.
+          The state, and statistics of the blocks for ``block_sums``.
         """
+
+    def block_sums(
+        self, statistics: Tree, batch: Batch
+    ) -> tuple[Float[Array, ""] | float, Sums]:
+        """What is trained beside the loss, and what is reported, of the blocks."""
+        del statistics, batch
+        return 0.0, {}
 
     @abstractmethod
     def head(
@@ -404,8 +411,9 @@ class Model(ABC):
         self.check_params(params)
         params = self.plain(params)
         hidden = self.embed(params, batch, place)
-        hidden, extra, sums = self.run_blocks(params, hidden, batch, place)
+        hidden, statistics = self.run_blocks(params, hidden, batch, place)
         loss = self.head_loss(params, hidden, batch, place, chunk=chunk)
+        extra, sums = self.block_sums(statistics, batch)
         return loss + extra, {"loss": loss, **sums}
 
     def head_loss(
@@ -431,7 +439,7 @@ class Model(ABC):
         """
         params = self.plain(params)
         hidden = self.embed(params, batch, place)
-        hidden, _, _ = self.run_blocks(params, hidden, batch, place)
+        hidden, _ = self.run_blocks(params, hidden, batch, place)
         return self.head(params, hidden, batch, place)
 
 

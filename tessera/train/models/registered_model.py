@@ -26,7 +26,7 @@ from tessera.train.models.layer_scan import (
     policies_of_stage,
     scan_layers,
 )
-from tessera.train.models.model import Batch, DimNames, Model, Sums
+from tessera.train.models.model import Batch, DimNames, Model
 from tessera.train.models.module_adapters import Adapter, Blocks, Inputs, adapt
 from tessera.train.models.partition_rules import NO_MESH, Placement
 from tessera.train.models.recomputed_decoding import RecomputedDecoding
@@ -294,11 +294,11 @@ class RegisteredModel(Model):
         batch: Batch,
         place: Placement,
         numbers: Int[Array, " layers"] | None = None,
-    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
+    ) -> tuple[Array, Tree]:
         """See ``Model.run_blocks``."""
         inputs, total = self._inputs(batch), len(self._blocks.forms)
         if self.blocks is None:
-            return hidden, 0.0, {}
+            return hidden, ()
 
         def body(hidden: Array, layer: tuple[Tree, Array]) -> tuple[Array, Tree]:
             named, number = layer
@@ -314,7 +314,7 @@ class RegisteredModel(Model):
         numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
         layers = named_leaves(params[self.blocks], is_leaf=is_copy), numbers
         policies = policies_of_stage(self._known_policies, len(numbers))
-        hidden, _ = scan_layers(
+        return scan_layers(
             body,
             hidden,
             layers,
@@ -322,7 +322,6 @@ class RegisteredModel(Model):
             exists=exists,
             regathered=place.mesh is not None,
         )
-        return hidden, 0.0, {}
 
     def head(
         self, params: Tree, hidden: Array, batch: Batch, place: Placement

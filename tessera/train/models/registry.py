@@ -2,17 +2,12 @@
 """The configurations of named models, which are the files of ``configs/model``."""
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from tessera.errors import UnknownModelError, did_you_mean
 from tessera.foundations.config_files import configs_dir
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, MODEL_SETTINGS, definition_of
-
-if TYPE_CHECKING:
-    import jax
-
-    from tessera.train.models.decoder.decoder import Decoder
 
 
 def model_names() -> list[str]:
@@ -46,23 +41,3 @@ def config_of(name: str) -> DecoderConfig:
     values = cast(dict[str, Any], OmegaConf.to_container(file))
     sizes = {key: values[key] for key in values.keys() - MODEL_SETTINGS}
     return definition_of(DECODER).configure(sizes)
-
-
-def build(model: str | DecoderConfig, key: "jax.Array") -> "Decoder":
-    """An nnx module with newly initialized parameters on the default device.
-
-    ``Model(config).init(key, mesh)`` creates the same values already sharded.
-
-    Args:
-      model: A name in the registry, or a configuration.
-      key: The same key gives the same parameters.
-
-    Raises:
-      UnknownModelError: [T403] there is no such model.
-    """
-    from flax import nnx
-
-    from tessera.train.models.decoder.decoder import Decoder
-
-    config = config_of(model) if isinstance(model, str) else model
-    return Decoder(config, rngs=nnx.Rngs(params=key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder-only transformer: one block, scanned over layers.
+"""The modules of a decoder-only transformer: one block for all layers.
 
 The block's parameters are stacked along a leading ``layers`` dim, which ``lax.scan``
 iterates over, so the program that XLA compiles has the same size for 34 layers as for
@@ -10,12 +10,12 @@ Source: Gemma 3 Technical Report, arXiv 2503.19786.
 """
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tessera.mesh import manual_axes
 from tessera.ops.chunked_loss import fused_loss
@@ -23,7 +23,6 @@ from tessera.ops.embedding import look_up
 from tessera.ops.loss_chunks import Head, Split, Terms
 from tessera.ops.losses import cross_entropy
 from tessera.ops.wide_gradients import with_wide_gradient
-from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.expert_mlp import Experts
 from tessera.train.models.decoder.layers import (
@@ -34,13 +33,7 @@ from tessera.train.models.decoder.layers import (
     parameter,
     soft_capped,
 )
-from tessera.train.models.decoder.rotary import Rotation, rotation
-from tessera.train.models.layer_scan import (
-    NONE,
-    policies_of,
-    policies_of_stage,
-    scan_layers,
-)
+from tessera.train.models.decoder.rotary import Rotation
 from tessera.train.models.partition_rules import NO_MESH, Placement
 
 RESIDUAL = ("batch", "sequence", None)
@@ -100,19 +93,18 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder that predicts each next token.
+    """A decoder that predicts each next token; ``DecoderModel`` scans its block.
+
+    If ``place`` shards sequences, all methods take and return them in the order in
+    which devices store them, ``place.arranged``.
 
     Args:
       config: Sizes.
       rngs: Its ``params`` stream draws the initial values.
-      remat: The rematerialization policies; see ``policies_of``.
     """
 
-    def __init__(
-        self, config: DecoderConfig, *, rngs: nnx.Rngs, remat: Any = NONE
-    ) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.remat = nnx.static(policies_of(remat, config.layer_kinds))
         # Unit-variance inputs after the scaling by sqrt(d_model), unit-variance logits.
         init = jax.nn.initializers.normal(config.d_model**-0.5)
         shape = (config.vocab_size, config.d_model)
@@ -124,42 +116,6 @@ class Decoder(nnx.Module):
             )
         self.decoder = Block(config, rngs=rngs)
         self.final_norm = RMSNorm((config.d_model,), ("norm",), config)
-
-    def __call__(
-        self,
-        tokens: Int[Array, "batch seq"],
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        place: Placement = NO_MESH,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Logits of the token after each one, float32; see ``DecoderModel.apply``.
-
-        If ``place`` shards sequences, all methods take and return them in the order in
-        which devices store them, ``place.arranged``.
-        """
-        hidden, _ = self.hidden(
-            tokens, positions=positions, segment_ids=segment_ids, place=place
-        )
-        return self.logits(hidden, place=place)
-
-    def hidden(
-        self,
-        tokens: Int[Array, "batch seq"],
-        *,
-        positions: Int[Array, "batch seq"] | None = None,
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        place: Placement = NO_MESH,
-    ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
-        """The normalized residual after the last block, and the routers' statistics."""
-        x_BSD = self.embed(tokens, place=place)
-        if positions is None:
-            ids = None if segment_ids is None else place.restored(segment_ids)
-            positions = place.arranged(default_positions(tokens.shape[1], ids))
-        x_BSD, statistics = self.decode(
-            x_BSD, positions=positions, segment_ids=segment_ids, place=place
-        )
-        return self.normalized(x_BSD, place=place), statistics
 
     def embed(
         self, tokens: Int[Array, "batch seq"], *, place: Placement = NO_MESH
@@ -177,73 +133,21 @@ class Decoder(nnx.Module):
                 x_BSD = x_BSD * self.config.d_model**0.5
             return place.constrain(x_BSD, *RESIDUAL)
 
-    def decode(
+    def logits(
         self,
         x_BSD: Float[Array, "batch seq d_model"],
         *,
-        positions: Int[Array, "#batch seq"],
-        segment_ids: Int[Array, "batch seq"] | None = None,
-        numbers: Int[Array, " layers"] | None = None,
-        has_fillers: bool = False,
-        place: Placement = NO_MESH,
-    ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
-        """The residual after the decoder's blocks.
-
-        Args:
-          x_BSD: The residual before them.
-          positions: See ``DecoderModel.apply``.
-          segment_ids: See ``DecoderModel.apply``.
-          numbers: The index of each layer in the model; by default all layers.
-          has_fillers: Whether some indices are past the last layer: such a block does
-            nothing.
-          place: The mesh and layout of the model.
-
-        Returns:
-          The residual, and the stacked statistics of each layer's router, which are
-          zero for a block that does nothing.
-        """
-        attention = layer_attention(self.config, x_BSD.shape[1], segment_ids, place)
-        graphdef, layers = nnx.split(self.decoder)
-        if numbers is None:
-            numbers = jnp.arange(self.config.num_layers)
-        is_global = _are_global(self.config, numbers)
-
-        def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
-            state, is_global = layer
-            block = nnx.merge(graphdef, state)
-            turn = rotation(self.config, positions, is_global)
-            return block(x_BSD, turn, attention(is_global), place)
-
-        with jax.named_scope("decoder"):
-            return scan_layers(
-                body,
-                x_BSD,
-                (layers, is_global),
-                policies_of_stage(self.remat, len(numbers)),
-                exists=numbers < self.config.num_layers if has_fillers else None,
-                unroll=self.config.scan_unroll,
-            )
-
-    def normalized(
-        self, x_BSD: Float[Array, "batch seq d_model"], *, place: Placement = NO_MESH
-    ) -> Float[Array, "batch seq d_model"]:
-        """The residual after the final norm, from which logits are computed."""
-        return place.constrain(self.final_norm(x_BSD), *GATHERED)
-
-    def logits(
-        self,
-        hidden: Float[Array, "batch seq d_model"],
-        *,
         place: Placement = NO_MESH,
     ) -> Float[Array, "batch seq vocab"]:
-        """Logits of every token, float32."""
-        logits, words = self._padded_logits(hidden, place), self.config.vocab_size
+        """Logits of every token, float32, from the residual after the last block."""
+        logits, words = self._padded_logits(x_BSD, place), self.config.vocab_size
         if logits.shape[-1] == words:
             return logits
         return place.constrain(logits[..., :words], "batch", "context", "vocab")
 
-    def _padded_logits(self, hidden: Array, place: Placement) -> Array:
+    def _padded_logits(self, x_BSD: Array, place: Placement) -> Array:
         """Logits of all rows of the padded head; those of padding are -inf."""
+        hidden = self._normalized(x_BSD, place)
         with jax.named_scope("logits"):
             head = padded_table(place.cast(self._head, "vocab", "table"), place)
             scores = jnp.einsum(
@@ -259,30 +163,25 @@ class Decoder(nnx.Module):
 
     def loss(
         self,
-        hidden: Float[Array, "batch seq d_model"],
+        x_BSD: Float[Array, "batch seq d_model"],
         targets: Int[Array, "batch seq"],
         *,
-        ignore_index: int,
         chunk: int | str = "auto",
         place: Placement = NO_MESH,
     ) -> Float[Array, ""]:
         """Cross-entropy of the logits in nats, summed over the targets.
 
         Args:
-          hidden: The residual after the final norm.
-          targets: The token after each one, or ``ignore_index``.
-          ignore_index: Target of positions that are left out.
+          x_BSD: The residual after the last block.
+          targets: The token after each one, or ``IGNORE_INDEX``.
           chunk: Number of tokens whose logits a device computes at a time; ``auto`` as
             in ``op.fused_linear_cross_entropy``, ``none`` computes all at once.
           place: The mesh and layout of the model.
         """
         if chunk == "none":
-            return cross_entropy(
-                self._padded_logits(hidden, place),
-                targets,
-                ignore_index=ignore_index,
-                reduction="sum",
-            )
+            logits = self._padded_logits(x_BSD, place)
+            return cross_entropy(logits, targets, reduction="sum")
+        hidden = self._normalized(x_BSD, place)
         split, head = None, padded_table(self._head, place)
         if place.mesh is not None:
             tokens = place.resolve(GATHERED[:2], targets.shape, "targets")
@@ -293,7 +192,7 @@ class Decoder(nnx.Module):
         words, cap = self.config.vocab_size, self.config.logit_soft_cap
         with jax.named_scope("logits"):
             return fused_loss(
-                Terms(ignore_index, soft_cap=cap, words=words),
+                Terms(soft_cap=cap, words=words),
                 Head(head),
                 hidden,
                 targets,
@@ -301,6 +200,9 @@ class Decoder(nnx.Module):
                 "sum",
                 None if chunk == "auto" else int(chunk),
             )
+
+    def _normalized(self, x_BSD: Array, place: Placement) -> Array:
+        return place.constrain(self.final_norm(x_BSD), *GATHERED)
 
     @property
     def _head(self) -> Float[Array, "vocab d_model"]:
@@ -341,20 +243,6 @@ def padded_table(table: Array, place: Placement) -> Array:
         table = jnp.pad(table, ((0, padding), (0, 0)))
         table = place.constrain(table, "vocab", "table")
         return place.constrain(table, "words", "columns")
-
-
-def _are_global(
-    config: DecoderConfig, numbers: Int[Array, " layers"]
-) -> Bool[Array, " layers"]:
-    """Whether layers are global, by their index in the model."""
-    every = config.global_every
-    if config.layer_types is None and every is not None:
-        return (numbers + 1) % every == 0
-    result = jnp.zeros(numbers.shape, bool)
-    for layer, kind in enumerate(config.layer_kinds):
-        if kind == "global":
-            result |= numbers == layer
-    return result
 
 
 def default_positions(

@@ -143,8 +143,7 @@ class CachedDecoding(Decoding):
             is_global = jnp.asarray(self.model.config.is_global(number))
             turn = rotation(self.model.config, positions, is_global)
             x_BSD, _ = module.decoder(x_BSD, turn, attention(number), self.place)
-        hidden = modules[0].normalized(x_BSD[:, -1:], place=self.place)
-        return modules[0].logits(hidden, place=self.place)[:, 0]
+        return modules[0].logits(x_BSD[:, -1:], place=self.place)[:, 0]
 
     def _module(self, shared: Tree, layer: Tree) -> Decoder:
         """The nnx module whose block has the parameters of one layer."""

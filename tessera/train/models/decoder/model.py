@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model as a pure function of a parameter tree, for training steps.
 
-``Decoder`` is an nnx module and owns its arrays. ``DecoderModel`` owns none: it knows
-the names, shapes and layouts of the parameters, initializes them, and applies the
-module to any such tree. The tree is nested plain dicts, with leaves such as
-``params["decoder"]["mlp"]["up"]["kernel"]``.
+``Decoder`` is an nnx module. ``DecoderModel`` knows the names, shapes and layouts of
+its parameters, initializes them, and computes with any such tree. The tree is nested
+plain dicts, with leaves such as ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,15 +17,22 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tessera.errors import SettingConflictError
-from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
 from tessera.ops.attention.context_parallel_variants import Method
+from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.config import DecoderConfig
-from tessera.train.models.decoder.decoder import RESIDUAL, Decoder
+from tessera.train.models.decoder.decoder import (
+    RESIDUAL,
+    Decoder,
+    Statistics,
+    default_positions,
+)
 from tessera.train.models.decoder.placement import decoder_placement
+from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoder.router_metrics import ROUTER_METRICS, router_sums
 from tessera.train.models.decoding import Decoding
+from tessera.train.models.layer_scan import policies_of_stage, scan_layers
 from tessera.train.models.model import Batch, DimNames, Model, Sums, num_targets
 from tessera.train.models.partition_rules import Placement
 
@@ -35,12 +41,12 @@ from tessera.train.models.partition_rules import Placement
 
 @lru_cache(maxsize=64)
 def _abstract_parts(
-    config: DecoderConfig, remat: Any
+    config: DecoderConfig,
 ) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
     """Models that differ in their layout alone have the same parts."""
 
     def new() -> Decoder:
-        return Decoder(config, rngs=nnx.Rngs(params=jax.random.key(0)), remat=remat)
+        return Decoder(config, rngs=nnx.Rngs(params=jax.random.key(0)))
 
     return nnx.split(nnx.eval_shape(new))
 
@@ -76,15 +82,11 @@ class DecoderModel(Model):
     @cached_property
     def _parts(self) -> tuple[nnx.GraphDef[Decoder], nnx.State[str, Any]]:
         """The module's graph definition, and its abstract parameters."""
-        return _abstract_parts(self.config, self.remat)
+        return _abstract_parts(self.config)
 
     @cached_property
     def _plain(self) -> Tree:
         return nnx.to_pure_dict(self._parts[1])
-
-    def _new(self, key: jax.Array) -> Decoder:
-        rngs = nnx.Rngs(params=key)
-        return Decoder(self.config, rngs=rngs, remat=self.remat)
 
     @property
     def vocab_size(self) -> int:
@@ -120,7 +122,8 @@ class DecoderModel(Model):
 
     def new_params(self, key: jax.Array) -> Tree:
         """Newly initialized float32 parameters without stages."""
-        return nnx.to_pure_dict(nnx.split(self._new(key))[1])
+        module = Decoder(self.config, rngs=nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.split(module)[1])
 
     def plain_dim_names(self) -> Tree:
         """The logical names of each parameter's dims, as the module declares them."""
@@ -222,15 +225,6 @@ class DecoderModel(Model):
                 "global"
             )
 
-    def module(self, params: Tree) -> Decoder:
-        """The nnx module with these parameters.
-
-        Raises:
-          ParameterTreeError: [T306] names or shapes are not those of this model.
-        """
-        self.check_params(params)
-        return self.merge(self.plain(params))
-
     def merge(self, params: Tree) -> Decoder:
         """The nnx module with these parameters, which may be of some layers only."""
         return nnx.merge(self._parts[0], nnx.State(params))
@@ -271,21 +265,48 @@ class DecoderModel(Model):
         batch: Batch,
         place: Placement,
         numbers: Int[Array, " layers"] | None = None,
-    ) -> tuple[Array, Float[Array, ""] | float, Sums]:
-        """See ``Model.run_blocks``; the routers' losses are trained beside it.
+    ) -> tuple[Array, Statistics]:
+        """See ``Model.run_blocks``; ``segment_ids`` may be None."""
+        config, segment_ids = self.config, batch["segment_ids"]
+        attention = layer_attention(config, hidden.shape[1], segment_ids, place)
+        graphdef, layers = nnx.split(self.merge(params).decoder)
+        count = config.num_layers
+        exists = None if numbers is None or self.is_even else numbers < count
+        numbers = jnp.arange(count) if numbers is None else numbers
+        are_global = jnp.array([kind == "global" for kind in config.layer_kinds])
+
+        def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
+            state, is_global = layer
+            block = nnx.merge(graphdef, state)
+            turn = rotation(config, batch["positions"], is_global)
+            return block(x_BSD, turn, attention(is_global), place)
+
+        with jax.named_scope("decoder"):
+            return scan_layers(
+                body,
+                hidden,
+                (layers, are_global[numbers]),
+                policies_of_stage(self.policies, len(numbers)),
+                exists=exists,
+                unroll=config.scan_unroll,
+            )
+
+    def block_sums(
+        self, statistics: Statistics, batch: Batch
+    ) -> tuple[Float[Array, ""] | float, Sums]:
+        """The losses of the routers.
 
         They are means over one batch, weighted by its number of targets.
         """
-        hidden, statistics = self.merge(params).decode(
-            hidden,
-            positions=batch["positions"],
-            segment_ids=batch["segment_ids"],
-            numbers=numbers,
-            has_fillers=numbers is not None and not self.is_even,
-            place=place,
-        )
         routers = router_sums(self.config, statistics, num_targets(batch))
-        return hidden, routers.get("router_loss", 0.0), routers
+        return routers.get("router_loss", 0.0), routers
+
+    def head(
+        self, params: Tree, hidden: Array, batch: Batch, place: Placement
+    ) -> Float[Array, "batch seq vocab"]:
+        """See ``Model.head``; float32."""
+        del batch
+        return self.merge(params).logits(hidden, place=place)
 
     def head_loss(
         self,
@@ -298,21 +319,7 @@ class DecoderModel(Model):
     ) -> Float[Array, ""]:
         """See ``Model.head_loss``."""
         module = self.merge(params)
-        return module.loss(
-            module.normalized(hidden, place=place),
-            batch["targets"],
-            ignore_index=IGNORE_INDEX,
-            chunk=chunk,
-            place=place,
-        )
-
-    def head(
-        self, params: Tree, hidden: Array, batch: Batch, place: Placement
-    ) -> Float[Array, "batch seq vocab"]:
-        """See ``Model.head``; float32."""
-        del batch
-        module = self.merge(params)
-        return module.logits(module.normalized(hidden, place=place), place=place)
+        return module.loss(hidden, batch["targets"], chunk=chunk, place=place)
 
     def apply(
         self,
@@ -345,14 +352,13 @@ class DecoderModel(Model):
           ShardDivisibilityError: [T201] batch, or with sequence_parallel or ``cp`` the
             sequence, is not a multiple of its axes' size.
         """
+        self.check_params(params)
         place = self.place(mesh)
-        logits = self.module(params)(
-            place.arranged(tokens),
-            positions=None if positions is None else place.arranged(positions),
-            segment_ids=None if segment_ids is None else place.arranged(segment_ids),
-            place=place,
-        )
-        logits = place.restored(logits, dim=1)
+        if positions is None:
+            positions = default_positions(tokens.shape[1], segment_ids)
+        batch = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+        batch = jax.tree.map(place.arranged, batch)
+        logits = place.restored(self.logits(params, batch, place), dim=1)
         return place.constrain(logits, "batch", "context", "vocab")
 
 

@@ -4,10 +4,9 @@ import math
 
 import jax
 import pytest
-from flax import nnx
 
 from tessera.errors import ModelShapeError, UnknownModelError
-from tessera.train.models import DecoderModel, build, config_of, model_names
+from tessera.train.models import DecoderModel, config_of, model_names
 from tessera.train.models.families.registry import family_for
 from tessera.train.models.registry import configs_dir
 
@@ -138,15 +137,6 @@ def test_an_unknown_model_is_answered_with_the_nearest() -> None:
         f"  fix: did you mean 'gemma3_1b'? Known: {str(model_names())[1:-1]}\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T403.html"
     )
-
-
-def test_build_takes_a_name_or_a_configuration() -> None:
-    key = jax.random.key(0)
-    by_name = nnx.eval_shape(lambda: build("tiny", key))
-    by_config = nnx.eval_shape(lambda: build(config_of("tiny"), key))
-    assert nnx.state(by_name) == nnx.state(by_config)
-    with pytest.raises(UnknownModelError):
-        build("small", key)
 
 
 @pytest.mark.parametrize("base", ["rope_base_local", "rope_base_global"])

@@ -3,14 +3,12 @@
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tessera.errors import ParameterTreeError
 from tessera.train.models import DecoderConfig, DecoderModel
@@ -172,24 +170,6 @@ def test_the_future_does_not_reach_the_past(params: Any, tokens: np.ndarray) -> 
     before, after = apply(params, tokens), apply(params, changed)
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert np.all(np.any(before[:, 7:] != after[:, 7:], axis=-1))
-
-
-@pytest.mark.full
-def test_the_module_works_with_the_transforms_of_nnx(
-    params: Any, tokens: np.ndarray
-) -> None:
-    def loss(function: Any) -> jax.Array:
-        return jnp.square(function(tokens)).mean()
-
-    def functional(params: Any) -> jax.Array:
-        return loss(partial(MODEL.apply, params))
-
-    module = MODEL.module(params)
-    assert isinstance(module.embedding, nnx.Param)
-    value, state = nnx.jit(nnx.value_and_grad(loss))(module)
-    expected, grads = jax.jit(jax.value_and_grad(functional))(params)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    jax.tree.map(assert_close, nnx.to_pure_dict(state), grads)
 
 
 def test_a_token_outside_the_vocabulary_is_not_a_number(

@@ -78,7 +78,7 @@ def test_initial_experts_differ_and_have_the_variance_of_a_dense_mlp():
 @pytest.mark.full
 def test_one_layer_computes_what_the_reference_computes(params):
     # As the scan over layers does it: the module with one layer's slice.
-    graphdef, state = nnx.split(MODEL.module(params).decoder)
+    graphdef, state = nnx.split(MODEL.merge(params).decoder)
     experts = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], state)).experts
     weights = Weights(*(getattr(experts, name)[...] for name in Weights._fields))
     x = jax.random.normal(jax.random.key(1), (2, 4, 128))
@@ -88,10 +88,19 @@ def test_one_layer_computes_what_the_reference_computes(params):
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+def statistics_of(model, params):
+    batch = {
+        "tokens": TOKENS,
+        "positions": jnp.arange(TOKENS.shape[1])[None],
+        "segment_ids": None,
+    }
+    hidden = model.embed(params, batch, NO_MESH)
+    return model.run_blocks(params, hidden, batch, NO_MESH)[1]
+
+
 @pytest.mark.full
 def test_every_layer_has_router_statistics(params):
-    module = MODEL.module(params)
-    _, statistics = jax.jit(lambda module: module.hidden(TOKENS))(module)
+    statistics = jax.jit(partial(statistics_of, MODEL))(params)
     assert {name: value.shape for name, value in statistics.items()} == {
         "load_balancing_loss": (2,),
         "z_loss": (2,),
@@ -104,15 +113,17 @@ def test_every_layer_has_router_statistics(params):
 
 def test_a_model_without_experts_has_no_router_statistics():
     config = dataclasses.replace(CONFIG, num_experts=0)
-    module = jax.eval_shape(lambda: DecoderModel(config)._new(jax.random.key(0)))
+    model = DecoderModel(config)
+    module = model.merge(model.abstract())
     assert isinstance(module.decoder.mlp, MLP)
     assert not hasattr(module.decoder, "experts")
-    assert jax.eval_shape(lambda m: m.hidden(TOKENS), module)[1] == {}
+    assert jax.eval_shape(partial(statistics_of, model), model.abstract()) == {}
 
 
 def test_a_capacity_reaches_the_routers():
     config = dataclasses.replace(CONFIG, capacity_factor=0.5)
-    module = jax.eval_shape(lambda: DecoderModel(config)._new(jax.random.key(0)))
+    model = DecoderModel(config)
+    module = model.merge(model.abstract())
     assert isinstance(module.decoder.experts, Experts)
     assert module.decoder.experts.options == RoutingOptions(
         top_k=2, capacity_factor=0.5

@@ -54,7 +54,7 @@ def loss_and_gradients(model, params, mesh, chunk):
 
     def loss(params, batch):
         hidden = model.embed(params, batch, place)
-        hidden, _, _ = model.run_blocks(params, hidden, batch, place)
+        hidden, _ = model.run_blocks(params, hidden, batch, place)
         return model.head_loss(params, hidden, batch, place, chunk=chunk)
 
     return jax.jit(jax.value_and_grad(loss))(params, batch_of())
