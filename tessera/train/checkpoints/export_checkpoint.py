@@ -14,7 +14,6 @@ from tessera.errors import (
     ModelFolderError,
     UnknownModelError,
 )
-from tessera.foundations.dtypes import as_dtype
 from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
 from tessera.train.checkpoints import storage
@@ -35,14 +34,10 @@ from tessera.train.models.families.registry import (
     family_of,
     read_config_file,
 )
-from tessera.train.models.merge_adapters import (
-    Layouts,
-    Read,
-    adapters_of,
-    merge_adapters,
-)
+from tessera.train.models.merge_adapters import adapters_of, merge_adapters
 from tessera.train.models.model import Model
-from tessera.train.models.weights import write_weights
+from tessera.train.models.safetensors import write_file
+from tessera.train.models.weights import rounded
 from tessera.train.models.write_folder import write_adapters, write_folder
 
 _PARAMS: Final = "params/"
@@ -86,17 +81,14 @@ def export_checkpoint(
     metadata = checkpoint.metadata
     params = CheckpointParams(checkpoint)
     header = {"format": "tessera", "step": str(metadata.step)}
-
-    def write_file(layouts: Layouts, read: Read) -> int:
-        return write_weights(file, layouts, read, dtype=dtype, metadata=header)
-
+    layouts, read = rounded(params.layouts, dtype), params.read
     try:
         config = settings_of_checkpoint(checkpoint)
     except (UnknownModelError, CheckpointMismatchError) as error:
         # Adapters of a registered model are its own.
         is_registered = isinstance(error, UnknownModelError)
         if kind == "safetensors" and (is_registered or not adapters_of(params.layouts)):
-            return write_file(params.layouts, params.read)
+            return write_file(file, layouts, read, header)
         if not is_registered:
             raise
         raise ModelFolderError(
@@ -106,17 +98,13 @@ def export_checkpoint(
         ) from error
     decoder = config.model.config
     params.check(config.model.kind.build(decoder, ModelOptions(), None))
-    if kind == "safetensors" and not adapters_of(params.layouts):
-        return write_file(params.layouts, params.read)
-    to = np.dtype(as_dtype(dtype or "f32"))
-    layouts = {name: (to, shape) for name, (_, shape) in params.layouts.items()}
     if kind == "peft":
         _check_adapters(config)
         base = config.training.init_from
-        return write_adapters(file, decoder, layouts, params.read, base=base)
-    layouts, read = merge_adapters(decoder, layouts, params.read)
+        return write_adapters(file, decoder, layouts, read, base=base)
+    layouts, read = merge_adapters(decoder, layouts, read)
     if kind == "safetensors":
-        return write_file(layouts, read)
+        return write_file(file, layouts, read, header)
     tokens, files = tokenizer_files(config.data)
     published = Published.parse(metadata.published)
     if generation := published.generation_values(tokens):

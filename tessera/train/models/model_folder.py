@@ -82,16 +82,8 @@ class ModelFolder:
 
     @cached_property
     def problems(self) -> list[str]:
-        """Where index and files disagree, and tensors that are there twice."""
-        names = {name for name, _, _ in self._listed}
-        lines = [
-            f"{name}: in {file.path.name}, but not by the index"
-            for name, _, file in self._listed
-            if self._index is not None and self._index.get(name) != file.path.name
-        ]
-        for name, shard in (self._index or {}).items():
-            if name not in names and not self._is_ignored(name):
-                lines.append(f"{name}: not in {printable(shard)}, as the index says")
+        """Tensors that are there twice."""
+        lines: list[str] = []
         for name, table_name, file in self._listed:
             first, stored = self._tensors[table_name]
             if (first, stored) != (file, name):

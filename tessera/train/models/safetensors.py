@@ -92,8 +92,8 @@ def write_file(
 
     Args:
       path: The file; an existing one is replaced.
-      layouts: Dtype and shape of each array; those of one size of dtype are read in
-        this order.
+      layouts: Shape of each array, and the dtype that it is written in; those of one
+        size of dtype are read in this order.
       read: Returns an array by name, when it is about to be written.
       metadata: Text for the header.
 
@@ -123,9 +123,9 @@ def write_file(
         with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                array = read(name)
-                assert (array.dtype, array.shape) == layouts[name], name
-                file.write(np.ascontiguousarray(array).tobytes())
+                array, (dtype, shape) = read(name), layouts[name]
+                assert array.shape == shape, name
+                file.write(array.astype(dtype, copy=False).tobytes())
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

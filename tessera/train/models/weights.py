@@ -28,7 +28,7 @@ from tessera.train.models.families.published import (
     Published,
     read_published,
 )
-from tessera.train.models.merge_adapters import merge_adapters
+from tessera.train.models.merge_adapters import Layouts, Read, merge_adapters
 from tessera.train.models.model import Model
 from tessera.train.models.model_folder import ModelFolder
 from tessera.train.models.parameter_slices import ParameterSlices, assemble
@@ -40,8 +40,8 @@ __all__ = (
     "export_weights",
     "from_pretrained",
     "import_weights",
+    "rounded",
     "save_pretrained",
-    "write_weights",
 )
 
 # float32 represents every number of these exactly.
@@ -72,14 +72,8 @@ def export_weights(
     Raises:
       OSError: It cannot be written.
     """
-    arrays = _by_name(params if model is None else model.plain(params))
-    layouts = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    layouts, read = merge_adapters(
-        None if model is None else model.config,
-        layouts,
-        lambda name: np.asarray(arrays[name]),
-    )
-    return write_weights(path, layouts, read, dtype=dtype, metadata=metadata)
+    layouts, read = _parameters(params, model, dtype)
+    return write_file(path, layouts, read, metadata)
 
 
 def save_pretrained(
@@ -112,15 +106,7 @@ def save_pretrained(
       OutputPathError: [T504] the folder exists and is not empty.
       OSError: It cannot be written.
     """
-    arrays = _by_name(model.plain(params))
-    rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
-    layouts = {
-        name: (rounded_to or np.dtype(array.dtype), array.shape)
-        for name, array in arrays.items()
-    }
-    layouts, read = merge_adapters(
-        model.config, layouts, lambda name: np.asarray(arrays[name])
-    )
+    layouts, read = _parameters(params, model, dtype)
     source = Published() if published is None else read_published(published)
     generation = {GENERATION_FILE: source.generation} if source.generation else {}
     return write_folder(
@@ -134,25 +120,24 @@ def save_pretrained(
     )
 
 
-def write_weights(
-    path: str | Path,
-    layouts: Mapping[str, tuple[Any, tuple[int, ...]]],
-    read: Callable[[str], np.ndarray],
-    *,
-    dtype: Any = None,
-    metadata: Mapping[str, str] | None = None,
-) -> int:
-    """Write parameters that ``read`` returns one by one; see ``export_weights``."""
-    rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
+def _parameters(params: Tree, model: Model | None, dtype: Any) -> tuple[Layouts, Read]:
+    """What is written of parameters: without stages, adapters in their weights."""
+    arrays = _by_name(params if model is None else model.plain(params))
     layouts = {
-        name: (rounded_to or np.dtype(stored), tuple(shape))
-        for name, (stored, shape) in layouts.items()
+        name: (np.dtype(array.dtype), array.shape) for name, array in arrays.items()
     }
+    config = None if model is None else model.config
+    return merge_adapters(
+        config, rounded(layouts, dtype), lambda name: np.asarray(arrays[name])
+    )
 
-    def read_rounded(name: str) -> np.ndarray:
-        return read(name).astype(layouts[name][0], copy=False)
 
-    return write_file(path, layouts, read_rounded, metadata)
+def rounded(layouts: Layouts, dtype: Any) -> Layouts:
+    """Dtype and shape of parameters that are rounded to a dtype; None keeps theirs."""
+    if dtype is None:
+        return layouts
+    to = np.dtype(as_dtype(dtype))
+    return {name: (to, shape) for name, (_, shape) in layouts.items()}
 
 
 def from_pretrained(

@@ -71,7 +71,6 @@ def write_folder(
         for name, content in {**(files or {}), CONFIG_FILE: values}.items():
             (partial / name).parent.mkdir(exist_ok=True)
             if isinstance(content, Path):
-                (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(content, partial / name)
             else:
                 _write_json(partial / name, content)
@@ -197,12 +196,11 @@ class _Writer:
         return total
 
     def tensor(self, row: Tensor, index: tuple[int, ...]) -> np.ndarray:
-        """A tensor in the dtype that it is written in."""
+        """A tensor, of which the parameter is read if it is another than the last."""
         if self.path != row.path or self.parameter is None:
             self.parameter = None  # before the next one is read
             self.parameter, self.path = self.read(row.path), row.path
-        dtype, _ = self.layouts[row.path]
-        return row.to_tensor(self.parameter, index).astype(dtype, copy=False)
+        return row.to_tensor(self.parameter, index)
 
 
 @contextmanager
