@@ -173,7 +173,7 @@ def third_stage() -> None:
     train("dp", 3)
 
 
-WHOLE, COUNTERS = 4 * CONFIG.num_params, 2 * 4
+WHOLE, COUNTERS = 4 * MODEL.num_params, 2 * 4
 
 
 @pytest.mark.usefixtures("third_stage")

@@ -13,7 +13,7 @@ that no layer reads, whose gradient is zero, so that they stay zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,6 @@ from jaxtyping import Array
 from tessera.foundations.tree import Tree
 from tessera.graph.pipelining import balanced
 from tessera.mesh import Mesh
-
-
-class HasLayerCosts(Protocol):
-    """A model's sizes, as far as its stages are about them."""
-
-    @property
-    def layer_costs(self) -> tuple[list[float], float]:
-        """Multiplications per token of each layer, and of the logits, in millions."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +46,11 @@ class StageSplit:
     blocks: str = "decoder"
 
     @classmethod
-    def of(cls, config: HasLayerCosts, stages: int, chunks: int = 1) -> "StageSplit":
+    def of(cls, config: Any, stages: int, chunks: int = 1) -> "StageSplit":
         """The split whose slowest virtual stage is as fast as possible.
 
-        Costs are matmul sizes; the first stage has the embedding, whose cost is
-        negligible, and the last the logits.
+        ``config.layer_costs`` are sizes of matmuls, as those of ``Model``. The first
+        stage has the embedding, whose cost is negligible, and the last the logits.
 
         Raises:
           PipelineSizeError: [T311] there are more virtual stages than layers.
@@ -127,9 +118,7 @@ class StageSplit:
         return rows[np.flatnonzero(numbers < self.num_layers)]
 
 
-def split_of(
-    mesh: Mesh | None, config: HasLayerCosts, chunks: int
-) -> StageSplit | None:
+def split_of(mesh: Mesh | None, config: Any, chunks: int) -> StageSplit | None:
     """The layers of each stage; None where the mesh has no ``pp``.
 
     Raises:

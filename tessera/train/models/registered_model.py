@@ -18,7 +18,7 @@ from tessera.mesh import Mesh
 from tessera.ops.rematerialization import names_values
 from tessera.ops.wide_gradients import is_copy
 from tessera.train.models.block_methods import INDEX, call
-from tessera.train.models.decoding import Decoding
+from tessera.train.models.decoding import Decoding, RecomputedDecoding
 from tessera.train.models.dim_table import dim_names
 from tessera.train.models.layer_scan import (
     NAMED,
@@ -29,7 +29,6 @@ from tessera.train.models.layer_scan import (
 from tessera.train.models.model import Batch, DimNames, Model
 from tessera.train.models.module_adapters import Adapter, Blocks, Inputs, adapt
 from tessera.train.models.partition_rules import NO_MESH, Placement
-from tessera.train.models.recomputed_decoding import RecomputedDecoding
 
 if TYPE_CHECKING:
     from tessera.train.models.register_model import RegisteredDefinition

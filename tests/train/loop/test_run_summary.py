@@ -108,7 +108,7 @@ def test_gradients_in_a_fixed_order_are_whole_on_every_device():
 @pytest.mark.full
 def test_the_state_is_counted_whole_and_per_device(run):
     # Parameters and AdamW's two moments in f32, and three counters.
-    whole = 3 * 4 * run.config.model.config.num_params + 3 * 4
+    whole = 3 * 4 * run.model.num_params + 3 * 4
     state = dict(run_rows(run))["state"]
     total, local = state.removesuffix(" per device").split(", ")
     assert total == format_bytes(whole)
@@ -167,7 +167,7 @@ def test_memory_settings_are_shown_with_what_they_do():
     remat = {"global": "full"}
     run = run_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)
     rows = dict(run_rows(run))
-    whole = 4 * CONFIG.num_params
+    whole = 4 * run.model.num_params
     assert rows["held per device"] == (
         f"parameters {format_bytes(whole)}, gradients {format_bytes(whole / 2)}, "
         f"optimizer {format_bytes(whole + 8)} on the host"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes and features of a decoder, validated when constructed.
 
-A configuration is a frozen dataclass: it can be hashed and compared, and counts
-parameters without allocating any. Its defaults are the features of Gemma 3.
+A configuration is a frozen dataclass: it can be hashed and compared. Its defaults are
+the features of Gemma 3.
 """
 
 import math
@@ -127,8 +127,8 @@ class DecoderConfig:
 
     Example:
       >>> from tessera.train.models.registry import config_of
-      >>> f"{config_of('gemma3_270m').num_params:,}"
-      '268,098,176'
+      >>> config_of("gemma3_270m").layer_kinds[4:8]
+      ('local', 'global', 'local', 'local')
 
     Source: Gemma 3 Technical Report, arXiv 2503.19786; YaRN, arXiv 2309.00071.
     """
@@ -315,38 +315,6 @@ class DecoderConfig:
         targets = self.lora.targets
         return tuple(self.projections if targets is None else dict.fromkeys(targets))
 
-    @property
-    def num_adapter_params(self) -> int:
-        """Number of parameters of all adapters."""
-        widths = sum(sum(self.projections[name]) for name in self.lora_targets)
-        return self.num_layers * self.lora.rank * widths
-
-    @property
-    def num_params(self) -> int:
-        """Number of scalars; a tied output head counts once."""
-        d, heads = self.d_model, self.num_heads + 2 * self.num_kv_heads
-        block = sum(first * last for first, last in self.projections.values())
-        block += self.num_experts * (3 * d * self.mlp_dim + d)
-        block += self.qkv_bias * self.head_dim * heads + self.output_bias * d
-        tables = 1 if self.tied_head else 2
-        rest = self.num_layers * block + self.num_norm_params + self.num_adapter_params
-        return tables * self.vocab_size * d + rest
-
-    @property
-    def num_active_params(self) -> int:
-        """Number of parameters that one token uses: not all experts."""
-        unused = max(self.num_experts - self.experts_per_token, 0)
-        return (
-            self.num_params - self.num_layers * unused * 3 * self.d_model * self.mlp_dim
-        )
-
-    @property
-    def num_norm_params(self) -> int:
-        """Number of parameters that are scales of norms."""
-        norms = 4 if self.post_norms else 2
-        block = norms * self.d_model + 2 * self.qk_norm * self.head_dim
-        return self.num_layers * block + self.d_model
-
     def is_global(self, layer: int) -> bool:
         """Whether a layer (counted from 0) attends to the whole sequence."""
         if self.layer_types is not None:
@@ -364,7 +332,8 @@ class DecoderConfig:
     def layer_costs(self) -> tuple[list[float], float]:
         """Multiplications per token of each layer, and of the logits, in millions."""
         layer = sum(first * last for first, last in self.projections.values())
-        layer += self.num_adapter_params // self.num_layers
+        for name in self.lora_targets:
+            layer += self.lora.rank * sum(self.projections[name])
         if self.num_experts:
             experts = 3 * self.experts_per_token * self.mlp_dim + self.num_experts
             layer += self.d_model * experts

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tessera.errors import SettingConflictError
 from tessera.foundations.tree import Tree
@@ -96,7 +96,10 @@ class DecoderModel(Model):
     @property
     def num_active_params(self) -> int:
         """Number of parameters that one token uses: not all experts."""
-        return self.config.num_active_params
+        config = self.config
+        unused = max(config.num_experts - config.experts_per_token, 0)
+        expert = 3 * config.d_model * config.mlp_dim
+        return self.num_params - config.num_layers * unused * expert
 
     @property
     def couples_rows(self) -> bool:
@@ -191,11 +194,6 @@ class DecoderModel(Model):
                 f"the embedding table is replicated over 'pp', which does not divide "
                 f"d_model {config.d_model}"
             )
-        if place.size("embed") > 1:
-            notes.append(
-                f"norm scales ({config.num_norm_params:,} of {config.num_params:,} "
-                "parameters) are replicated on every device"
-            )
         if self.sequence_parallel and tp == 1:
             notes.append("sequence_parallel changes nothing: 'tp' has one device")
         if place.size("context") > 1:
@@ -273,7 +271,6 @@ class DecoderModel(Model):
         count = config.num_layers
         exists = None if numbers is None or self.is_even else numbers < count
         numbers = jnp.arange(count) if numbers is None else numbers
-        are_global = jnp.array([kind == "global" for kind in config.layer_kinds])
 
         def body(x_BSD: Array, layer: Any) -> tuple[Array, Statistics]:
             state, is_global = layer
@@ -285,7 +282,7 @@ class DecoderModel(Model):
             return scan_layers(
                 body,
                 hidden,
-                (layers, are_global[numbers]),
+                (layers, _are_global(config, numbers)),
                 policies_of_stage(self.policies, len(numbers)),
                 exists=exists,
                 unroll=config.scan_unroll,
@@ -360,6 +357,20 @@ class DecoderModel(Model):
         batch = jax.tree.map(place.arranged, batch)
         logits = place.restored(self.logits(params, batch, place), dim=1)
         return place.constrain(logits, "batch", "context", "vocab")
+
+
+def _are_global(
+    config: DecoderConfig, numbers: Int[Array, " layers"]
+) -> Bool[Array, " layers"]:
+    """Whether layers are global, by their index; a table would be an argument."""
+    every = config.global_every
+    if config.layer_types is None and every is not None:
+        return (numbers + 1) % every == 0
+    result = jnp.zeros(numbers.shape, bool)
+    for layer, kind in enumerate(config.layer_kinds):
+        if kind == "global":
+            result |= numbers == layer
+    return result
 
 
 def _context_note(window: int | None, method: Method, mesh: Mesh) -> str:

@@ -155,7 +155,6 @@ def test_notes_say_what_stays_whole() -> None:
     assert model.layout_notes(mesh_of(fsdp=2, tp=4)) == [
         "num_kv_heads 2 < tp 4: the key and value projections are replicated over "
         "'tp', and each device uses the one head that its 1 query head(s) attend with",
-        "norm scales (3,584 of 1,511,936 parameters) are replicated on every device",
     ]
     assert model.layout_notes(mesh_of(dp=2)) == [
         "sequence_parallel changes nothing: 'tp' has one device"

@@ -132,8 +132,8 @@ def test_a_capacity_reaches_the_routers():
 
 def test_a_token_computes_a_part_of_the_parameters():
     unused = 2 * 6 * 3 * 128 * 128
-    assert CONFIG.num_active_params == CONFIG.num_params - unused
-    dense = config_of("tiny")
+    assert MODEL.num_active_params == MODEL.num_params - unused
+    dense = DecoderModel(config_of("tiny"))
     assert dense.num_active_params == dense.num_params
 
 
