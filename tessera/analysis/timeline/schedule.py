@@ -84,11 +84,6 @@ class Loop:
     body: tuple["Step", ...]
     count: int | None
 
-    @cached_property
-    def computes_only(self) -> bool:
-        """Whether nothing in it is transferred."""
-        return _computes_only(self.body)
-
 
 @dataclass(frozen=True)
 class Branch:
@@ -105,40 +100,25 @@ class Branch:
     parts: tuple[tuple[float, tuple["Step", ...]], ...]
     is_known: bool
 
-    @cached_property
-    def computes_only(self) -> bool:
-        """Whether nothing in it is transferred."""
-        return all(_computes_only(body) for _, body in self.parts)
-
 
 Step: TypeAlias = Compute | Start | Wait | Loop | Branch
 
 
-def _computes_only(steps: Iterable[Step]) -> bool:
-    return all(
-        isinstance(step, Compute)
-        or (isinstance(step, Loop | Branch) and step.computes_only)
-        for step in steps
-    )
-
-
 def serial_seconds(steps: Iterable[Step]) -> float:
     """Seconds of steps if nothing overlapped."""
-    return sum(map(_serial, steps))
-
-
-def _serial(step: Step) -> float:
-    match step:
-        case Compute():
-            return step.seconds
-        case Start():
-            return step.transfer.seconds
-        case Loop():
-            count = 1 if step.count is None else step.count
-            return count * serial_seconds(step.body)
-        case Branch():
-            return sum(share * serial_seconds(body) for share, body in step.parts)
-    return 0.0
+    spent = 0.0
+    for step in steps:
+        match step:
+            case Compute():
+                spent += step.seconds
+            case Start():
+                spent += step.transfer.seconds
+            case Loop():
+                count = 1 if step.count is None else step.count
+                spent += count * serial_seconds(step.body)
+            case Branch():
+                spent += sum(share * serial_seconds(body) for share, body in step.parts)
+    return spent
 
 
 class Schedule:

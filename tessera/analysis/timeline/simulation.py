@@ -69,14 +69,9 @@ class Totals:
 
     def add(self, more: "Totals", times: int = 1) -> None:
         """Add what was executed several times."""
-        for mine, theirs in (
-            (self.compute, more.compute),
-            (self.transferred, more.transferred),
-            (self.waited, more.waited),
-            (self.hidden, more.hidden),
-        ):
-            for name, seconds in theirs.items():
-                mine[name] += times * seconds
+        for part in ("compute", "transferred", "waited", "hidden"):
+            for name, seconds in getattr(more, part).items():
+                getattr(self, part)[name] += times * seconds
         self.conditional += times * more.conditional
         self.unknown_loops += more.unknown_loops
 
@@ -116,13 +111,9 @@ class Simulation:
         self.now = 0.0
         self._free: dict[frozenset[Link], float] = {}
         self._flights: dict[str, _Flight] = {}
-        self._shared: dict[tuple[frozenset[Link], frozenset[Link]], bool] = {}
-        self._alone: dict[int, Totals] = {}
-        self.totals, self.slices = self._run(steps, 1.0, is_drawn=True)
+        self.totals, self.slices = self._run(steps, 1.0)
 
-    def _run(
-        self, steps: Iterable[Step], share: float, *, is_drawn: bool
-    ) -> tuple[Totals, list[Slice]]:
+    def _run(self, steps: Iterable[Step], share: float) -> tuple[Totals, list[Slice]]:
         """Execute steps that are reached in a share of the executions around them.
 
         On average each of them takes that share of its time.
@@ -130,41 +121,33 @@ class Simulation:
         totals, slices = Totals(), list[Slice]()
         for step in steps:
             match step:
-                case Compute(instruction, kind, seconds):
-                    totals.compute[kind] += share * seconds
-                    if is_drawn:
-                        slices.append(
-                            _slice(instruction, kind, self.now, seconds, share)
-                        )
-                    self._compute(share * seconds)
+                case Compute(instruction, kind, each):
+                    spent = share * each
+                    totals.compute[kind] += spent
+                    slices.append(
+                        Slice(instruction, kind, self.now, spent, each, share)
+                    )
+                    self._compute(spent)
                 case Start(key, transfer):
-                    start = self._begin(key, transfer, share)
-                    totals.transferred[transfer.name] += share * transfer.seconds
-                    if is_drawn:
-                        slices.append(
-                            _slice(
-                                transfer.instruction,
-                                transfer.kind,
-                                start,
-                                transfer.seconds,
-                                share,
-                                transfer,
-                            )
-                        )
+                    spent = share * transfer.seconds
+                    start = self._begin(key, transfer, spent)
+                    totals.transferred[transfer.name] += spent
+                    executed = start, spent, transfer.seconds, share
+                    slices.append(
+                        Slice(transfer.instruction, transfer.kind, *executed, transfer)
+                    )
                 case Wait(key):
                     self._wait(key, totals)
                 case Loop():
-                    slices += self._loop(step, share, totals, is_drawn)
+                    slices += self._loop(step, share, totals)
                 case Branch():
-                    slices += self._branch(step, share, totals, is_drawn)
+                    slices += self._branch(step, share, totals)
         return totals, slices
 
-    def _branch(
-        self, branch: Branch, share: float, totals: Totals, is_drawn: bool
-    ) -> list[Slice]:
+    def _branch(self, branch: Branch, share: float, totals: Totals) -> list[Slice]:
         slices: list[Slice] = []
         for taken, body in branch.parts:
-            inside, drawn = self._run(body, share * taken, is_drawn=is_drawn)
+            inside, drawn = self._run(body, share * taken)
             if not branch.is_known:
                 inside.conditional = sum(inside.compute.values())
             totals.add(inside)
@@ -176,21 +159,15 @@ class Simulation:
             flight.hide(self.now, self.now + seconds)
         self.now += seconds
 
-    def _begin(self, key: str, transfer: Transfer, share: float) -> float:
+    def _begin(self, key: str, transfer: Transfer, seconds: float) -> float:
         """Start a transfer; when it begins."""
         links = transfer.links
-        busy = (end for other, end in self._free.items() if self._share(links, other))
-        start = max(self.now, max(busy, default=0.0))
-        end = start + share * transfer.seconds
+        busy = (end for used, end in self._free.items() if not links.isdisjoint(used))
+        start = max([self.now, *busy])
+        end = start + seconds
         self._free[links] = end
         self._flights[key] = _Flight(transfer, start, end)
         return start
-
-    def _share(self, one: frozenset[Link], other: frozenset[Link]) -> bool:
-        pair = one, other
-        if pair not in self._shared:
-            self._shared[pair] = not one.isdisjoint(other)
-        return self._shared[pair]
 
     def _wait(self, key: str, totals: Totals) -> None:
         if key not in self._flights:
@@ -201,46 +178,31 @@ class Simulation:
             totals.waited[flight.transfer.name] += flight.end - self.now
             self.now = flight.end
 
-    def _loop(
-        self, loop: Loop, share: float, totals: Totals, is_drawn: bool
-    ) -> list[Slice]:
+    def _loop(self, loop: Loop, share: float, totals: Totals) -> list[Slice]:
         """All iterations of a loop, of which the second stands for those after it."""
         count = 1 if loop.count is None else loop.count
         totals.unknown_loops += loop.count is None
         if count == 0:
             return []
         start = self.now
-        if loop.computes_only and not is_drawn:
-            once = self._computed(loop, share)
-            totals.add(once, count)
-            self._compute(count * sum(once.compute.values()))
-            return []
-        first, drawn = self._run(loop.body, share, is_drawn=is_drawn)
+        first, drawn = self._run(loop.body, share)
         totals.add(first)
         begin, each = start, self.now - start
         if count > 1:
             begin, free, flights = self.now, dict(self._free), dict(self._flights)
-            later, drawn = self._run(loop.body, share, is_drawn=is_drawn)
+            later, drawn = self._run(loop.body, share)
             later.unknown_loops = 0
             totals.add(later, count - 1)
             each = self.now - begin
             computing = sum(later.compute.values()) / each if each else 0.0
             self._skip((count - 2) * each, computing, free, flights)
         spent = self.now - start
-        if not is_drawn or not spent:
+        if not spent:
             return []
         factor = spent / each
         each, times = spent / count / share, count * share
         whole = Slice(loop.instruction, LOOP, start, spent, each, times)
         return [whole, *(_stretched(s, begin, start, factor, count) for s in drawn)]
-
-    def _computed(self, loop: Loop, share: float) -> Totals:
-        """One iteration of a loop that transfers nothing: always the same."""
-        if id(loop) not in self._alone:
-            before = self.now
-            self._alone[id(loop)], _ = self._run(loop.body, share, is_drawn=False)
-            self.now = before
-        return self._alone[id(loop)]
 
     def _skip(
         self,
@@ -264,17 +226,6 @@ class Simulation:
                 flight.start += seconds
                 flight.end += seconds
         self.now += seconds
-
-
-def _slice(
-    instruction: Instruction,
-    kind: str,
-    start: float,
-    each: float,
-    share: float,
-    transfer: Transfer | None = None,
-) -> Slice:
-    return Slice(instruction, kind, start, share * each, each, share, transfer)
 
 
 def _stretched(
