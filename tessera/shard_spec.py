@@ -6,7 +6,7 @@ Uses :mod:`tessera.mesh`; :mod:`tessera.shard` re-exports it.
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -125,7 +125,7 @@ class ShardSpec:
         """
         entries: list[tuple[str, ...]] = [()] * len(shape)
         named: dict[int, int | str] = {}
-        problems: list[_Problem] = []
+        problems: list[TesseraError] = []
         for name, axes in zip(self.partition, self.mesh_axes, strict=True):
             dim = _dim_number(name, len(shape), dim_names)
             if dim is None:
@@ -217,7 +217,7 @@ def check_even(
     """
     _raise_all(
         [
-            replace(problem, what=what, fix=f"{fix}\n{problem.fix}".strip())
+            type(problem)(what, got=problem.got, fix=f"{fix}\n{problem.fix}".strip())
             for dim, axes in enumerate(axes_of_dims(spec, len(shape)))
             for problem in _split_problems(what, shape, dim, axes, mesh, "error")
         ]
@@ -316,24 +316,16 @@ def _spans(strides: list[tuple[int, int]]) -> list[tuple[int, int]]:
 # --- problems of a spec
 
 
-@dataclass(frozen=True)
-class _Problem:
-    kind: type[TesseraError]
-    what: str
-    got: str
-    fix: str
-
-
-def _raise_all(problems: list[_Problem]) -> None:
+def _raise_all(problems: list[TesseraError]) -> None:
     """Raise the first problem, with the others in its message."""
     if not problems:
         return
     first, *others = problems
     got = [first.got]
     for other in others:
-        got.append(f"also [{other.kind.code}] {other.what}: {other.got}")
+        got.append(f"also [{other.code}] {other.what}: {other.got}")
     fix = "\n".join(dict.fromkeys(problem.fix for problem in problems))
-    raise first.kind(first.what, got="\n".join(got), fix=fix)
+    raise type(first)(first.what, got="\n".join(got), fix=fix)
 
 
 def _split_problems(
@@ -343,15 +335,14 @@ def _split_problems(
     axes: tuple[str, ...],
     mesh: Mesh,
     uneven: Uneven,
-) -> list[_Problem]:
+) -> list[TesseraError]:
     """The problems with sharding one dim over some axes."""
     if unknown := [axis for axis in axes if axis not in mesh.axes]:
         return [
-            _Problem(
-                UnknownAxisError,
+            UnknownAxisError(
                 f"{what} is split over {axis!r}, an axis that the mesh lacks",
-                f"dim {dim}, {mesh.topology}",
-                did_you_mean(axis, mesh.axes),
+                got=f"dim {dim}, {mesh.topology}",
+                fix=did_you_mean(axis, mesh.axes),
             )
             for axis in unknown
         ]
@@ -365,23 +356,22 @@ def _split_problems(
 
 def _indivisible(
     what: str, shape: Sequence[int], dim: int, axes: tuple[str, ...], mesh: Mesh
-) -> _Problem:
+) -> TesseraError:
     factor = mesh.axis_size(axes)
     product = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
     low, high = shape[dim] // factor * factor, -(-shape[dim] // factor) * factor
     near = f"{low} or {high}" if low else f"{high}"
-    return _Problem(
-        ShardDivisibilityError,
+    return ShardDivisibilityError(
         f"{what} cannot be split evenly over mesh axes {axes!r}",
-        f"shape {tuple(shape)}, dim {dim} = {shape[dim]}, axis size {factor}"
+        got=f"shape {tuple(shape)}, dim {dim} = {shape[dim]}, axis size {factor}"
         + (f" ({product})" if len(axes) > 1 else ""),
-        f"use {near}, or drop {' or '.join(map(repr, axes))} from the spec",
+        fix=f"use {near}, or drop {' or '.join(map(repr, axes))} from the spec",
     )
 
 
 def _no_such_dim(
     what: str, name: int | str, shape: Sequence[int], dim_names: Sequence[str] | None
-) -> _Problem:
+) -> TesseraError:
     rank = len(shape)
     if isinstance(name, int):
         numbers = f"use a dim from {-rank} to {rank - 1}" if rank else "drop it"
@@ -389,17 +379,14 @@ def _no_such_dim(
     else:
         names = [*(dim_names or ()), *("row", "col")[: min(rank, 2)]]
         fix = f"{did_you_mean(name, names)}, or a dim number"
-    return _Problem(
-        DimError, f"{what} has no dim {name!r}", f"shape {tuple(shape)}", fix
-    )
+    return DimError(f"{what} has no dim {name!r}", got=f"shape {tuple(shape)}", fix=fix)
 
 
-def _dim_named_twice(what: str, dim: int, names: tuple[int | str, ...]) -> _Problem:
-    return _Problem(
-        SpecFormError,
+def _dim_named_twice(what: str, dim: int, names: tuple[int | str, ...]) -> TesseraError:
+    return SpecFormError(
         f"the spec of {what} names dim {dim} twice",
-        f"{names[0]!r} and {names[1]!r} are the same dim",
-        "join their mesh axes into one tuple, or drop one of them",
+        got=f"{names[0]!r} and {names[1]!r} are the same dim",
+        fix="join their mesh axes into one tuple, or drop one of them",
     )
 
 
