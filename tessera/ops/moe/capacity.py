@@ -12,9 +12,9 @@ Source: GShard, arXiv 2006.16668.
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from tessera.ops.moe.experts import Weights, all_to_all, batched, num_devices
+from tessera.ops.moe.experts import Weights, all_to_all, batched
 from tessera.ops.moe.routing import Routes, RoutingOptions
 
 
@@ -82,7 +82,7 @@ def _apply_experts(
     """Apply the experts to ``[E, X, D]``, rows for all experts."""
     if not axes:
         return batched(rows_EXD, weights, activation)
-    (E, X, D), P = rows_EXD.shape, num_devices(axes)
+    (E, X, D), P = rows_EXD.shape, lax.axis_size(axes)
     with jax.named_scope("dispatch"):
         received_PEXD = all_to_all(rows_EXD.reshape(P, E // P, X, D), axes)
     rows = jnp.moveaxis(received_PEXD, 0, 1).reshape(E // P, P * X, D)

@@ -26,7 +26,6 @@ from tessera.ops.moe.experts import (
     all_to_all,
     batched,
     grouped,
-    num_devices,
 )
 from tessera.ops.moe.routing import Routes, RoutingOptions
 from tessera.tracing import scope
@@ -52,7 +51,7 @@ def dropless(
     experts = _Experts(weights, options.activation, share)
     if not axes:
         return _without_exchange(x_TD, routes, experts)
-    devices, local = num_devices(axes), experts.number
+    devices, local = lax.axis_size(axes), experts.number
     rows, rounds = round_sizes(x_TD.shape[0], devices, local, options)
     order_A = jnp.argsort(routes.experts.reshape(-1), stable=True)
     device_A = routes.experts.reshape(-1) // local

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a mixture: gated MLPs, all-to-all between devices, a reference layer.
+"""The experts of a mixture: gated MLPs, and all-to-all between devices.
 
 The collectives here run in an SPMD region over the axes that they are given.
 """
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tessera.ops.activations import GATES
-from tessera.ops.moe.routing import RoutingOptions, route
 
 
 class Weights(NamedTuple):
@@ -30,31 +29,6 @@ class Weights(NamedTuple):
     gate: Any
     up: Any
     down: Any
-
-
-def reference(x: Array, weights: Weights, options: RoutingOptions) -> Array:
-    """The dropless layer, ``[..., D]`` to ``[..., D]``, written to be read.
-
-    Every expert runs on every token, at E / K times the necessary cost. The faster
-    implementations are tested against it.
-
-    Example:
-      >>> x = jnp.ones((2, 3, 4))
-      >>> weights = Weights(
-      ...     jnp.eye(4, 8), *jnp.ones((2, 8, 4, 16)), jnp.ones((8, 16, 4))
-      ... )
-      >>> reference(x, weights, RoutingOptions(top_k=2)).shape
-      (2, 3, 4)
-    """
-    routes = route(x, weights.router, options)
-    out = jnp.zeros_like(x)
-    for expert in range(weights.router.shape[-1]):
-        chosen = jnp.where(routes.experts == expert, routes.weights, 0.0)
-        weight = chosen.sum(axis=-1, keepdims=True)
-        gate = GATES[options.activation](x @ weights.gate[expert])
-        expert_out = (gate * (x @ weights.up[expert])) @ weights.down[expert]
-        out = out + weight.astype(x.dtype) * expert_out
-    return out
 
 
 def grouped(rows_RD: Array, sizes_E: Array, weights: Weights, activation: str) -> Array:
@@ -88,11 +62,6 @@ def _gated_mlp(
     return matmul(GATES[activation](gate) * up, weights.down)
 
 
-def num_devices(axes: tuple[str, ...]) -> int:
-    """The number of devices along all of the axes."""
-    return lax.psum(1, axes) if axes else 1
-
-
 def all_to_all(buffer: Array, axes: tuple[str, ...], *, reverse: bool = False) -> Array:
     """Send block p to device p, and receive one block from each.
 
@@ -110,7 +79,7 @@ def all_to_all(buffer: Array, axes: tuple[str, ...], *, reverse: bool = False) -
     Returns:
       ``[P, ...]``, block p from device p.
     """
-    sizes = tuple(lax.psum(1, axis) for axis in axes)
+    sizes = tuple(lax.axis_size(axis) for axis in axes)
     grid = buffer.reshape(*sizes, *buffer.shape[1:])
     hops = list(enumerate(axes))
     for dim, axis in hops if reverse else reversed(hops):

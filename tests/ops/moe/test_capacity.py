@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.ops.moe.capacity import slots
-from tessera.ops.moe.experts import Weights, reference
+from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions, route
+from tests.ops.moe.reference import reference
 
 
 def taken_by_loops(experts, num_experts, capacity):

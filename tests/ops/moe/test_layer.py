@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.ledger import collectives
 from tessera.mesh import Mesh
-from tessera.ops.moe.experts import Weights, reference
+from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.tracing import scope
+from tests.ops.moe.reference import reference
 
 B, S, D, E, F = 8, 6, 8, 8, 12
 TOP2 = RoutingOptions(top_k=2)

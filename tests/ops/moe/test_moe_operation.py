@@ -15,9 +15,10 @@ from tessera.errors import (
     UnknownAxisError,
 )
 from tessera.mesh import Mesh
-from tessera.ops.moe.experts import Weights, reference
+from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.moe_operation import moe
 from tessera.ops.moe.routing import RoutingOptions
+from tests.ops.moe.reference import reference
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("f4")
 

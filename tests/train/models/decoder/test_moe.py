@@ -14,12 +14,13 @@ from jax.sharding import NamedSharding
 
 from tessera.errors import ModelShapeError, ShardDivisibilityError
 from tessera.mesh import Mesh
-from tessera.ops.moe.experts import Weights, reference
+from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.train.models import DecoderModel, config_of
 from tessera.train.models.decoder.expert_mlp import Experts
 from tessera.train.models.decoder.layers import MLP
 from tessera.train.models.partition_rules import NO_MESH
+from tests.ops.moe.reference import reference
 
 CONFIG = dataclasses.replace(
     config_of("moe_tiny"), num_layers=2, window=4, global_every=2
