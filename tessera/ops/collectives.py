@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from tessera.errors import CollectiveError
 from tessera.mesh import manual_axes
 from tessera.ops import device_collectives
-from tessera.ops.collective_operands import Axis, Operand, each
+from tessera.ops.collective_call import Axis, Operand, each
 from tessera.ops.device_collectives import Reduction
 
 Ranks: TypeAlias = int | Sequence[int]

@@ -26,7 +26,7 @@ from tessera.foundations.tree import Tree
 from tessera.jax_compat import jaxprs
 from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops import compressed_means as compressed
-from tessera.ops.collective_operands import Axis, Operand, each
+from tessera.ops.collective_call import Axis, Operand, each
 from tessera.ops.compressed_means import COMPRESSIONS
 
 if TYPE_CHECKING:

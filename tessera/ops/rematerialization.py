@@ -25,10 +25,12 @@ NAMED: Final = "named"
 # The name, for ``jax.ad_checkpoint``, of the residuals of attention.
 ATTENTION_RESIDUALS: Final = "attention"
 # Options of torch.utils.checkpoint, none of which has a meaning here.
+# fmt: off
 _OPTIONS_OF_TORCH: Final = (
-    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check"),
-    *("debug", "early_stop"),
+    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug",
+    "early_stop",
 )
+# fmt: on
 
 
 _save_attention = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)

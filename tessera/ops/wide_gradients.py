@@ -131,17 +131,3 @@ def _copy_backward(residual: Any, cotangent: Array) -> tuple[Array, None]:
 
 
 _copy_of.defvjp(_copy_forward, _copy_backward)
-
-
-@jax.tree_util.register_static
-class _Static:
-    """A shape among residuals, which are arrays otherwise."""
-
-    def __init__(self, struct: jax.ShapeDtypeStruct) -> None:
-        self.struct = struct
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.struct == other.struct
-
-    def __hash__(self) -> int:
-        return hash((self.struct.shape, self.struct.dtype))
