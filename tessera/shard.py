@@ -274,11 +274,14 @@ def _forward(name: str) -> Callable[..., Any]:
     return forwarded
 
 
-for _name in (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul"),
-    *("neg", "pos", "abs", "lt", "le", "gt", "ge", "float", "int", "bool"),
-):
+# fmt: off
+_OPERATORS: Final = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul",
+    "radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul",
+    "neg", "pos", "abs", "lt", "le", "gt", "ge", "float", "int", "bool",
+)
+# fmt: on
+for _name in _OPERATORS:
     setattr(DistTensor, f"__{_name}__", _forward(f"__{_name}__"))
 
 jaxprs.register_array_like(DistTensor)

@@ -16,10 +16,11 @@ from tessera.targets.target import Target
 Cells: TypeAlias = list[list[str]]
 Axes: TypeAlias = tuple[str, ...]
 
+# fmt: off
 ROWS: Final = (
-    *("collective", "axes", "arrays", "bytes", "calls", "total"),
-    *("reason", "line", "op"),
+    "collective", "axes", "arrays", "bytes", "calls", "total", "reason", "line", "op",
 )
+# fmt: on
 SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
 LINKS: Final = ("links", "sent per device", "time at their rate", "most by")
 

@@ -63,28 +63,25 @@ _COLLECTIVES = re.compile(
 # Operations that move data and sum nothing: an all-reduce of one stands for a copy.
 _MOVES = SLICES | {"copy", "reshape", "rev"}
 
+# fmt: off
 _SAME_ARRAY = (
-    *("copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision"),
-    *("copy-start", "copy-done", "all-gather-done", "collective-permute-done"),
+    "copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision",
+    "copy-start", "copy-done", "all-gather-done", "collective-permute-done",
 )
 _SLICES = ("slice", "slice-start", "slice-done")
 _PART_OF_ARRAY = (
-    *_SAME_ARRAY,
-    *_SLICES,
-    "dynamic-slice",
-    "all-gather",
-    *("collective-permute", "collective-permute-start"),
+    *_SAME_ARRAY, *_SLICES, "dynamic-slice", "all-gather", "collective-permute",
+    "collective-permute-start",
 )
 # A TPU copies an array to its fast memory in parts, and names them together again.
 _JOINS = 'custom_call_target="ConcatBitcast"'
 _CONTRACTIONS = ("dot", "convolution", "reduce", "reduce-window", "custom-call")
 _STOPS = (*_CONTRACTIONS, "parameter")
 _SAME_SUMS = (
-    *_SAME_ARRAY,
-    *_SLICES,
-    "concatenate",
-    *("add", "subtract", "multiply", "divide", "negate"),
+    *_SAME_ARRAY, *_SLICES, "concatenate", "add", "subtract", "multiply", "divide",
+    "negate",
 )
+# fmt: on
 _SUMS = ("all-reduce", "reduce-scatter")
 
 

@@ -48,10 +48,12 @@ __all__ = [
 DTYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
     {name: globals()[name] for name in __all__} | {"bool": bool_}
 )
+# fmt: off
 _SHORT: Final = (
-    *("f32", "bf16", "f16", "f64", "f8_e4m3", "f8_e5m2"),
-    *("i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool"),
+    "f32", "bf16", "f16", "f64", "f8_e4m3", "f8_e5m2",
+    "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool",
 )
+# fmt: on
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
