@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Final, Literal, TypeAlias
 
 import jax
@@ -55,11 +54,6 @@ class ArrayRestore:
     source: jax.ShapeDtypeStruct
     target: jax.ShapeDtypeStruct
     change: Change = "none"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole stored array."""
-        return prod(self.source.shape) * self.source.dtype.itemsize
 
 
 @dataclass(frozen=True)

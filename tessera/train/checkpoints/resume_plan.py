@@ -6,18 +6,13 @@ The plan is made from metadata and layouts alone, without reading an array.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned
 from tessera.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    MeshShapeError,
     TesseraError,
 )
 from tessera.mesh import Mesh
@@ -46,8 +41,6 @@ class Move:
       now: The same on the new mesh.
       change: ``none``, ``regroup`` into other stages, or ``spread`` over another number
         of devices along ``dp``.
-      nbytes: Bytes of the whole array.
-      device_nbytes: Bytes that one device would hold.
     """
 
     name: str
@@ -55,8 +48,6 @@ class Move:
     before: str
     now: str
     change: str
-    nbytes: int
-    device_nbytes: int
 
     @property
     def moves(self) -> bool:
@@ -71,11 +62,10 @@ class ResumePlan:
     Attributes:
       path: The checkpoint.
       step: Its optimizer steps.
-      before: The mesh that it was saved on, and the number of processes.
+      before: The mesh that it was saved on.
       now: The mesh that the run would resume on.
       data: The row at which the data continues.
       moves: Every array that would be read.
-      host_nbytes: Bytes that each host would read.
       problems: What does not divide or does not fit; with any, a run is refused.
       notes: What would be initialized, or dropped.
     """
@@ -86,28 +76,15 @@ class ResumePlan:
     now: str
     data: str
     moves: tuple[Move, ...]
-    host_nbytes: tuple[int, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
     def as_text(self) -> str:
-        """Meshes, a table of arrays, bytes for each host, and problems."""
-        rows = [
-            [
-                move.name,
-                move.form,
-                move.before,
-                move.now,
-                format_bytes(move.nbytes),
-                format_bytes(move.device_nbytes),
-            ]
-            for move in self.moves
-        ]
-        header = ("array", "form", "was split", "is split", "bytes", "per device")
-        moved = [move for move in self.moves if move.moves]
+        """Meshes, a table of arrays, notes and problems."""
+        header = ("array", "form", "was split", "is split")
+        rows = [(move.name, move.form, move.before, move.now) for move in self.moves]
+        moved = sum(move.moves for move in self.moves)
         regrouped = sum(move.change == "regroup" for move in self.moves)
-        total = format_bytes(sum(move.nbytes for move in self.moves))
-        held = sum(move.device_nbytes for move in self.moves)
         parts = [
             f"resume plan: step {self.step}, {self.path}\n"
             f"from  {self.before}\n"
@@ -115,13 +92,10 @@ class ResumePlan:
             f"data  {self.data}"
         ]
         if rows:
-            parts.append(aligned(header, rows, right=("bytes", "per device")))
+            parts.append(aligned(header, rows))
             parts.append(
-                f"moves          {len(moved)} of {len(self.moves)} arrays, "
-                f"{format_bytes(sum(move.nbytes for move in moved))} of {total}"
+                f"moves          {moved} of {len(self.moves)} arrays"
                 + (f"; {regrouped} regrouped by stage" if regrouped else "")
-                + f"\nhost reads     {self._hosts()}"
-                f"\ndevice holds   {format_bytes(held)}"
             )
         parts += ["\n".join(f"note           {note}" for note in self.notes)]
         parts += ["\n".join(f"in the way     {text}" for text in self.problems)]
@@ -129,18 +103,9 @@ class ResumePlan:
 
     __str__ = as_text
 
-    def _hosts(self) -> str:
-        sizes = [format_bytes(size) for size in self.host_nbytes]
-        if len(set(sizes)) == 1:
-            return f"{sizes[0]} each, {len(sizes)} host{'s' * (len(sizes) > 1)}"
-        return ", ".join(f"{number}: {size}" for number, size in enumerate(sizes))
-
 
 def resume_plan(
-    path: str | Path,
-    onto: Mesh | Sequence[Any] | Config | None = None,
-    *,
-    hosts: int = 1,
+    path: str | Path, onto: Mesh | Sequence[Any] | Config | None = None
 ) -> ResumePlan:
     """Plan resuming from a checkpoint on another mesh; nothing is allocated.
 
@@ -152,40 +117,29 @@ def resume_plan(
       onto: A mesh, or a mesh shape such as ``[[4, 2], ["fsdp", "tp"]]``, for the
         configuration of the checkpoint; or complete settings. None is the mesh that it
         was saved on.
-      hosts: Number of machines, with the same number of devices each.
 
     Returns:
-      A plan that prints how each array is and was sharded, bytes for each host and
-      device, and everything that does not divide or does not fit.
+      A plan that prints how each array is and was sharded, and everything that does not
+      divide or does not fit.
 
     Raises:
       CheckpointMismatchError: [T802] another version of Tessera wrote it.
       CheckpointNotFoundError: [T801] there is no complete checkpoint.
-      MeshShapeError: [T101] the mesh shape is malformed, or ``hosts`` does not divide
-        the devices.
+      MeshShapeError: [T101] the mesh shape is malformed.
     """
     path, metadata = _newest(Path(path))
     settings, mesh = _onto(metadata, onto)
-    if hosts < 1 or mesh.size % hosts:
-        raise MeshShapeError(
-            "all hosts have the same number of devices",
-            got=f"{mesh.size} devices / {hosts} hosts",
-            fix="use a number of hosts that divides the devices",
-        )
     moves: tuple[Move, ...] = ()
-    reads: tuple[int, ...] = ()
     notes: list[str] = []
     errors = check(settings) or layout_problems(settings)
     problems = [_in_one_line(error) for error in errors]
     try:
         restoration = Restoration(metadata, Run(settings, mesh))
         problems += restoration.differences()
-        arrays = restoration.arrays
         moves = tuple(
-            _move(name, metadata, restore, mesh) for name, restore in arrays.items()
+            _move(name, metadata, restore, mesh)
+            for name, restore in restoration.arrays.items()
         )
-        each = [_read_nbytes(restore, hosts) for restore in arrays.values()]
-        reads = tuple(map(sum, zip(*each, strict=True)))
         notes = restoration.notes()
     except TesseraError as error:
         if not problems:
@@ -193,12 +147,10 @@ def resume_plan(
     return ResumePlan(
         path=path,
         step=metadata.step,
-        before=f"{_saved_mesh(metadata).topology}, "
-        f"{_counted(metadata.processes, 'process', 'processes')}",
-        now=f"{mesh.topology}, {_counted(hosts, 'host', 'hosts')}",
+        before=_saved_mesh(metadata).topology,
+        now=mesh.topology,
         data=_data(metadata, settings, mesh),
         moves=moves,
-        host_nbytes=reads,
         problems=tuple(problems),
         notes=tuple(notes),
     )
@@ -266,26 +218,7 @@ def _move(name: str, metadata: Metadata, restore: ArrayRestore, mesh: Mesh) -> M
         before=_split(stored, metadata.mesh),
         now=_split(Stored.of(restore.target), mesh.shape),
         change=restore.change,
-        nbytes=restore.nbytes,
-        device_nbytes=_shard_nbytes(restore.target),
     )
-
-
-def _read_nbytes(restore: ArrayRestore, hosts: int) -> list[int]:
-    """Bytes of one array that each host reads: each block once, on however many."""
-    sharding = restore.source.sharding
-    blocks = sharding.devices_indices_map(restore.source.shape)
-    keys = [str(blocks[device]) for device in sharding.mesh.devices.flat]
-    share, size = len(keys) // hosts, _shard_nbytes(restore.source)
-    return [
-        size * len(set(keys[host * share : (host + 1) * share]))
-        for host in range(hosts)
-    ]
-
-
-def _shard_nbytes(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None, "every array of a run has a sharding"
-    return leaf.dtype.itemsize * prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def _split(stored: Stored, sizes: Mapping[str, int]) -> str:
@@ -294,10 +227,6 @@ def _split(stored: Stored, sizes: Mapping[str, int]) -> str:
         for axes in stored.layout
     ]
     return f"({', '.join(dims)})" if set(dims) - {"-"} else "whole"
-
-
-def _counted(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
 
 
 def _in_one_line(error: TesseraError) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tessera.resume_plan``: what would be read by which host, what is in the way."""
+"""``tessera.resume_plan``: what would move, what is in the way."""
 
 import dataclasses
 import gc
@@ -11,11 +11,7 @@ import pytest
 import yaml
 
 import tessera
-from tessera.errors import (
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    MeshShapeError,
-)
+from tessera.errors import CheckpointMismatchError, CheckpointNotFoundError
 from tessera.mesh import Mesh
 from tessera.train.checkpoints.manifest import LAST, NAME
 from tessera.train.checkpoints.resume_plan import resume_plan
@@ -51,48 +47,21 @@ def test_it_is_on_the_facade():
     assert tessera.resume_plan is resume_plan
 
 
-def test_a_plan_prints_meshes_arrays_and_bytes(run):
-    plan = resume_plan(run, [[2, 2], ["fsdp", "tp"]], hosts=2)
+def test_a_plan_prints_meshes_and_arrays(run):
+    plan = resume_plan(run, [[2, 2], ["fsdp", "tp"]])
     lines = str(plan).splitlines()
     assert lines[:4] == [
         f"resume plan: step 4, {run}/checkpoints/4",
-        "from  fsdp mesh, 2, 1 process",
-        "onto  fsdp × tp mesh, 2 × 2, 2 hosts",
+        "from  fsdp mesh, 2",
+        "onto  fsdp × tp mesh, 2 × 2",
         "data  continues at row 16, in steps of 4 rows",
     ]
     (line,) = [line for line in lines if line.startswith("params/decoder/mlp/up")]
     assert line.split("  ")[0] == "params/decoder/mlp/up/kernel"
-    for part in (
-        "float32[5,16,32]",
-        "(-, fsdp 2, -)",
-        "(-, fsdp 2, tp 2)",
-        "10.0 KiB",
-        "2.50 KiB",
-    ):
+    for part in ("float32[5,16,32]", "(-, fsdp 2, -)", "(-, fsdp 2, tp 2)"):
         assert part in line, line
-    assert lines[-1].startswith("device holds   ")
-    assert any(line.startswith("host reads   ") for line in lines)
-
-
-def test_each_host_reads_what_its_devices_need_and_no_more(run):
-    name = "params/decoder/mlp/up/kernel"
-    whole = 5 * 16 * 32 * 4
-    for mesh, hosts, device, host in (
-        ([[1], ["fsdp"]], 1, whole, whole),
-        ([[4], ["fsdp"]], 4, whole // 4, whole // 4),
-        ([[4], ["fsdp"]], 2, whole // 4, whole // 2),
-        ([[2, 2], ["dp", "fsdp"]], 2, whole // 2, whole),
-        ([[2, 2], ["fsdp", "dp"]], 2, whole // 2, whole // 2),
-    ):
-        plan = resume_plan(run, mesh, hosts=hosts)
-        alone = dataclasses.replace(plan, moves=(moves(plan)[name],))
-        assert alone.moves[0].nbytes == whole
-        assert alone.moves[0].device_nbytes == device
-        scalars = [move for move in plan.moves if move.form.endswith("[]")]
-        assert len(plan.host_nbytes) == hosts
-        assert all(nbytes >= host for nbytes in plan.host_nbytes), scalars
-    one = resume_plan(run, [[1], ["fsdp"]])
-    assert one.host_nbytes == (sum(move.nbytes for move in one.moves),)
+    moved = sum(move.moves for move in plan.moves)
+    assert lines[-1] == f"moves          {moved} of {len(plan.moves)} arrays"
 
 
 def test_what_stays_as_it_is_does_not_move(run):
@@ -153,17 +122,6 @@ def test_nothing_is_allocated(run):
     plan = resume_plan(run, [[2, 2], ["fsdp", "tp"]])
     assert plan.moves
     assert {id(array) for array in jax.live_arrays()} <= before
-
-
-def test_hosts_have_as_many_devices_each(run):
-    with pytest.raises(MeshShapeError) as caught:
-        resume_plan(run, [[4], ["fsdp"]], hosts=3)
-    assert str(caught.value) == (
-        "[T101] all hosts have the same number of devices\n"
-        "  got: 4 devices / 3 hosts\n"
-        "  fix: use a number of hosts that divides the devices\n"
-        "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
-    )
 
 
 def test_a_folder_without_checkpoints_is_an_error(run, tmp_path):
