@@ -166,11 +166,8 @@ def test_mixed_precision_skips_an_update_that_overflows(guide, capsys):
 
 
 @pytest.mark.slow(reason="it compiles several programs")
-def test_data_parallel_training_is_training_on_one_device(guide, capsys):
+def test_data_parallel_training_is_training_on_one_device(guide):
     run("Data parallelism", guide)
-    guide["train_data_parallel"]()
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "8 devices: (0, 1, 2, 3, 4, 5, 6, 7)"
 
     @jax.jit
     def by_hand(batch, weights):
@@ -179,12 +176,10 @@ def test_data_parallel_training_is_training_on_one_device(guide, capsys):
 
     weights = expected = initialize_model_weights({})
     step = ts.jit(guide["data_parallel_step"])
-    for index, batch in enumerate(batches()):
+    for batch in batches():
         loss, weights = step(transformer_model, batch, weights, guide["config"])
         theirs, expected = by_hand(batch, expected)
         assert_alike(loss, theirs)
-        if index == 0:
-            assert out[1] == f"Step 0: Global Loss = {float(theirs):.4f}"
     assert_alike(weights, expected)
     assert len(weights["up"].sharding.device_set) == 8
 
