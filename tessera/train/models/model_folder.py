@@ -29,6 +29,8 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 # A tensor takes a hundred bytes in the index; the largest models have 100,000.
 _LONGEST: Final = 2**25
+# Tensors that a folder may have besides, each equal to another.
+_TIED: Final = {"lm_head.weight": "model.embed_tokens.weight"}
 # Bytes of two tensors that are compared at a time.
 _COMPARED: Final = 2**26
 
@@ -95,7 +97,7 @@ class ModelFolder:
     def untied(self, name: str) -> Iterator[str]:
         """The problem with a tensor that no parameter has, if it is one."""
         dtype, shape = self.arrays[name]
-        other = self.family.tied.get(name)
+        other = _TIED.get(name)
         if other not in self.arrays:
             yield f"{name}: the folder has {dtype}{[*shape]}, the model nothing"
         elif self.arrays[other] != (dtype, shape) or not _are_equal(

@@ -44,7 +44,7 @@ _ROTATION_KEYS: Final = {
 }
 
 # The matmuls of a layer: parameter, tensor, and how many dims are contracted.
-PROJECTIONS: Final = (
+_PROJECTIONS: Final = (
     ("attention.query", "self_attn.q_proj", 1),
     ("attention.key", "self_attn.k_proj", 1),
     ("attention.value", "self_attn.v_proj", 1),
@@ -54,24 +54,29 @@ PROJECTIONS: Final = (
     ("mlp.down", "mlp.down_proj", 1),
 )
 
-TABLE: Final = (
-    Tensor("embedding", "model.embed_tokens.weight"),
-    Tensor("head", "lm_head.weight"),
-    Tensor("final_norm.scale", "model.norm.weight"),
-    Tensor("decoder.pre_attention_norm.scale", f"{LAYER}input_layernorm.weight"),
-    Tensor("decoder.pre_mlp_norm.scale", f"{LAYER}post_attention_layernorm.weight"),
-    Tensor("decoder.attention.query_norm.scale", f"{LAYER}self_attn.q_norm.weight"),
-    Tensor("decoder.attention.key_norm.scale", f"{LAYER}self_attn.k_norm.weight"),
-    *(
-        Tensor(f"decoder.{path}.{part}", f"{LAYER}{name}.{suffix}", inputs)
-        for path, name, num_inputs in PROJECTIONS
-        for part, suffix, inputs in (
-            ("kernel", "weight", num_inputs),
-            ("bias", "bias", 0),
-        )
-    ),
-)
-TIED: Final = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
+
+def tensor_table(norms: Mapping[str, str]) -> tuple[Tensor, ...]:
+    """The rows of a family whose layers have these norms besides those of attention."""
+    norms = {
+        "pre_attention_norm": "input_layernorm",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+        **norms,
+    }
+    rows = [
+        Tensor("embedding", "model.embed_tokens.weight"),
+        Tensor("head", "lm_head.weight"),
+        Tensor("final_norm.scale", "model.norm.weight"),
+    ]
+    for path, name in norms.items():
+        rows.append(Tensor(f"decoder.{path}.scale", f"{LAYER}{name}.weight"))
+    for path, name, inputs in _PROJECTIONS:
+        rows.append(Tensor(f"decoder.{path}.kernel", f"{LAYER}{name}.weight", inputs))
+        rows.append(Tensor(f"decoder.{path}.bias", f"{LAYER}{name}.bias", 0))
+    return tuple(rows)
+
+
+TABLE: Final = tensor_table({"pre_mlp_norm": "post_attention_layernorm"})
 
 
 def read_sizes(

@@ -8,7 +8,7 @@ values = family.values(config)           # and back
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,6 @@ class Family:
         fields of a DecoderConfig.
       write_config: The keys of a ``config.json``, without those of all families.
       tensors: A row for each parameter that a model of the family may have.
-      tied: Tensors that a folder may have besides, each equal to another.
       ignored: Patterns of names of tensors that are not parameters of the text model.
       renamed: Prefixes of names in other folders, and what the table has for them.
       outer_keys: Keys without effect beside ``text_config``.
@@ -109,7 +108,6 @@ class Family:
     read_config: Callable[[ConfigKeys], dict[str, Any]]
     write_config: Callable[[DecoderConfig], dict[str, Any]]
     tensors: tuple[Tensor, ...]
-    tied: Mapping[str, str] = field(default_factory=dict)
     # Older versions of Transformers stored what the base of the rotation gives.
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     renamed: tuple[tuple[str, str], ...] = (

@@ -13,17 +13,15 @@ from tessera.train.models.families.config_keys import (
     read_rope_kind,
 )
 from tessera.train.models.families.dense import (
-    LAYER,
-    PROJECTIONS,
-    TIED,
     check_width,
     read_layer_types,
     read_rotation,
     read_sizes,
+    tensor_table,
     write_layer_types,
     write_sizes,
 )
-from tessera.train.models.families.family import Family, Tensor
+from tessera.train.models.families.family import Family
 
 # What files leave out has the values of Gemma2Config and Gemma3TextConfig.
 _DEFAULTS: Final = {
@@ -122,24 +120,12 @@ def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_TABLE: Final = (
-    Tensor("embedding", "model.embed_tokens.weight"),
-    Tensor("final_norm.scale", "model.norm.weight"),
-    *(
-        Tensor(f"decoder.{path}.scale", f"{LAYER}{name}.weight")
-        for path, name in {
-            "pre_attention_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "pre_mlp_norm": "pre_feedforward_layernorm",
-            "post_mlp_norm": "post_feedforward_layernorm",
-            "attention.query_norm": "self_attn.q_norm",
-            "attention.key_norm": "self_attn.k_norm",
-        }.items()
-    ),
-    *(
-        Tensor(f"decoder.{path}.kernel", f"{LAYER}{name}.weight", inputs)
-        for path, name, inputs in PROJECTIONS
-    ),
+_TABLE: Final = tensor_table(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "pre_mlp_norm": "pre_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    }
 )
 
 GEMMA2: Final = Family(
@@ -149,7 +135,6 @@ GEMMA2: Final = Family(
     read_config=_read_gemma2,
     write_config=_write_gemma2,
     tensors=_TABLE,
-    tied=TIED,
 )
 
 GEMMA3: Final = Family(
@@ -159,7 +144,6 @@ GEMMA3: Final = Family(
     read_config=_read_gemma3,
     write_config=_write_gemma3,
     tensors=_TABLE,
-    tied=TIED,
     ignored=(
         *Family.ignored,
         *("vision_tower.*", "multi_modal_projector.*"),

@@ -10,7 +10,6 @@ from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.families.config_keys import ConfigKeys
 from tessera.train.models.families.dense import (
     TABLE,
-    TIED,
     check_width,
     read_dense,
     write_sizes,
@@ -34,5 +33,4 @@ LLAMA3: Final = Family(
     read_config=_read,
     write_config=_write,
     tensors=TABLE,
-    tied=TIED,
 )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.families.config_keys import ConfigKeys
-from tessera.train.models.families.dense import TABLE, TIED, read_dense, write_sizes
+from tessera.train.models.families.dense import TABLE, read_dense, write_sizes
 from tessera.train.models.families.family import Family
 
 
@@ -33,5 +33,4 @@ MISTRAL: Final = Family(
     read_config=_read,
     write_config=_write,
     tensors=TABLE,
-    tied=TIED,
 )

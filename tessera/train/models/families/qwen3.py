@@ -11,7 +11,6 @@ from tessera.train.models.families.config_keys import ConfigKeys
 from tessera.train.models.families.dense import (
     LAYER,
     TABLE,
-    TIED,
     read_dense,
     read_layer_types,
     write_layer_types,
@@ -88,7 +87,6 @@ QWEN3: Final = Family(
     read_config=_read,
     write_config=_write,
     tensors=TABLE,
-    tied=TIED,
 )
 
 QWEN3_MOE: Final = Family(
@@ -109,5 +107,4 @@ QWEN3_MOE: Final = Family(
             for part in ("gate", "up", "down")
         ),
     ),
-    tied=TIED,
 )
