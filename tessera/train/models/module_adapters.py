@@ -2,12 +2,12 @@
 """Models of flax.nnx, Linen, Equinox and plain functions, as pure functions of arrays.
 
 Each adapter takes the class of a module, or a function, and a configuration. It gives
-``init``, from a key to a tree of parameters, and ``bind``, from such a tree to the
+``init``, from a key to a tree of parameters, and ``open``, from such a tree to the
 model. State that is no parameter, such as the statistics of a batch norm or the key of
 a dropout, is refused: a step would neither update nor save it.
 
-A model may name its repeated blocks. ``Blocks`` then separates them from the rest, so
-that one of them can run with the parameters of any.
+A model may name the list of its repeated blocks. ``open`` takes it out of the model, so
+that a method which reads other blocks than its own fails.
 """
 
 import sys
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +29,9 @@ from tessera.train.models.block_methods import METHODS, forward
 Inputs: TypeAlias = Mapping[str, Array]
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """The repeated blocks of a model.
-
-    Attributes:
-      prefix: Of the names of their parameters, before the number of the block.
-      divide: From a tree of parameters, or of their shapes, to the trees of the blocks
-        and the tree without them.
-      bind: From the latter and the tree of one block to the model and the block.
-      forms: What each block is beside its parameters; equal for equal blocks.
-      texts: The blocks for messages, in lines.
-    """
-
-    prefix: str
-    divide: Callable[[Tree], tuple[list[Tree], Tree]]
-    bind: Callable[[Tree, Tree], tuple[Any, Any]]
-    forms: Sequence[Any]
-    texts: Sequence[str]
-
-
-_NO_BLOCKS: Final = Blocks("", lambda rest: ([], rest), lambda *own: own, (), ())
+def _alike(block: Any) -> tuple[Any, str]:
+    del block
+    return "", ""
 
 
 @dataclass(frozen=True)
@@ -58,14 +40,19 @@ class Adapter:
 
     Attributes:
       init: From a key to a tree of parameters.
-      bind: From such a tree to the model, which is called with the inputs by name; with
-        blocks, from the tree without them to a model with the methods of ``METHODS``.
-      blocks: The repeated blocks, none unless the model names them.
+      open: From such a tree to the model and the list of its blocks. The model is
+        called with the inputs by name; with blocks, it has the methods of ``METHODS``.
+        Parameters of blocks that are not used may be None.
+      prefix: Of the names of blocks' parameters, before the number of the block; None
+        if the model names no blocks.
+      describe: What a block is beside its parameters, which is equal for equal blocks;
+        and the block for messages, in lines.
     """
 
     init: Callable[[jax.Array], Tree]
-    bind: Callable[[Tree], Any]
-    blocks: Blocks = _NO_BLOCKS
+    open: Callable[[Tree], tuple[Any, Sequence[Any]]]
+    prefix: str | None = None
+    describe: Callable[[Any], tuple[Any, str]] = _alike
 
 
 def adapt(
@@ -103,28 +90,16 @@ def adapt(
 def _functions(target: Any, init: Any, config: Any, name: str | None) -> Adapter:
     new = partial(init, config)
     if name is None:
-        return Adapter(new, lambda params: partial(target, config, params))
-    shapes = jax.eval_shape(lambda: new(jax.random.key(0)))
-    each = _sequence(target, name, shapes.get(name) if _is_dict(shapes) else None)
+        return Adapter(new, lambda params: (partial(target, config, params), ()))
 
-    def divide(params: Tree) -> tuple[list[Tree], Tree]:
-        return [*params[name]], {k: v for k, v in params.items() if k != name}
+    def open_functions(params: Tree) -> tuple[Any, Sequence[Any]]:
+        is_dict = isinstance(params, Mapping)
+        blocks = _sequence(target, name, params.get(name) if is_dict else None)
+        rest = {key: part for key, part in params.items() if key != name}
+        methods = {key: partial(getattr(target, key), config, rest) for key in METHODS}
+        return SimpleNamespace(**methods), blocks
 
-    def bind(rest: Tree) -> Any:
-        methods = {key: getattr(target, key) for key in METHODS}
-        return SimpleNamespace(
-            **{key: partial(method, config, rest) for key, method in methods.items()}
-        )
-
-    def bind_block(rest: Tree, block: Tree) -> tuple[Any, Any]:
-        return bind(rest), block
-
-    same = [""] * len(each)  # one function runs all of them
-    return Adapter(new, bind, Blocks(f"{name}/", divide, bind_block, same, same))
-
-
-def _is_dict(tree: Tree) -> bool:
-    return isinstance(tree, Mapping)
+    return Adapter(new, open_functions, f"{name}/")
 
 
 def _flax_nnx(cls: Any, config: Any, name: str | None) -> Adapter:
@@ -134,30 +109,27 @@ def _flax_nnx(cls: Any, config: Any, name: str | None) -> Adapter:
     def init(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.split(new(key), nnx.Param, ...)[1])
 
-    def merge(graphdef: Any, params: Tree) -> Any:
-        return nnx.merge(graphdef, nnx.State(params))
-
     module = nnx.eval_shape(lambda: new(jax.random.key(0)))
     graphdef, _, others = nnx.split(module, nnx.Param, ...)
     _refuse(cls, named_leaves(nnx.to_pure_dict(others)))
-    if name is None:
-        return Adapter(init, partial(merge, graphdef))
-    each = _sequence(cls, name, getattr(module, name, None))
-    forms, texts = [nnx.graphdef(block) for block in each], [*map(repr, each)]
-    delattr(module, name)  # a method that reads other blocks than its own fails
-    _check_unshared(cls, [module, *each])
-    rest_graphdef = nnx.graphdef(module)
 
-    def divide(params: Tree) -> tuple[list[Tree], Tree]:
-        own = params.get(name, {})
-        blocks = [own.get(i, {}) for i in range(len(each))]
-        return blocks, {k: v for k, v in params.items() if k != name}
+    def take_blocks(module: Any) -> tuple[Any, Sequence[Any]]:
+        if name is None:
+            return module, ()
+        blocks = _sequence(cls, name, getattr(module, name, None))
+        delattr(module, name)
+        return module, blocks
 
-    def bind_block(rest: Tree, block: Tree) -> tuple[Any, Any]:
-        return merge(rest_graphdef, rest), merge(forms[0], block)
+    def open_module(params: Tree) -> tuple[Any, Sequence[Any]]:
+        return take_blocks(nnx.merge(graphdef, nnx.State(params)))
 
-    blocks = Blocks(f"{name}/", divide, bind_block, forms, texts)
-    return Adapter(init, partial(merge, rest_graphdef), blocks)
+    def describe(block: Any) -> tuple[Any, str]:
+        return nnx.graphdef(block), repr(block)
+
+    rest, blocks = take_blocks(module)
+    _check_unshared(cls, [rest, *blocks])
+    prefix = None if name is None else f"{name}/"
+    return Adapter(init, open_module, prefix, describe)
 
 
 def _check_unshared(cls: Any, nodes: Sequence[Any]) -> None:
@@ -186,12 +158,15 @@ def _flax_linen(
 
     module = cls(config)
 
+    def blocks_of(module: Any) -> Sequence[Any]:
+        if name is None:
+            return ()
+        return _sequence(cls, name, getattr(module, name, None))
+
     def run(module: Any, **inputs: Array) -> Array:
         if name is None:
             return module(**inputs)
-        return forward(
-            module, _sequence(cls, name, getattr(module, name, None)), inputs
-        )
+        return forward(module, blocks_of(module), inputs)
 
     def variables(key: jax.Array) -> Any:
         inputs = {name: jnp.zeros((1, 8), jnp.int32) for name in names}
@@ -200,33 +175,21 @@ def _flax_linen(
     def init(key: jax.Array) -> Tree:
         return variables(key)["params"]
 
-    def bind(params: Tree) -> Any:
-        return module.bind({"params": params})
+    def open_module(params: Tree) -> tuple[Any, Sequence[Any]]:
+        # Without parameters that are None: who reads them fails.
+        own = {key: part for key, part in params.items() if jax.tree.leaves(part)}
+        bound = module.bind({"params": own})
+        return bound, blocks_of(bound)
+
+    def describe(block: Any) -> tuple[Any, str]:
+        form = block.clone(parent=None, name=None)
+        return form, repr(form)
 
     shapes = dict(jax.eval_shape(lambda: variables(jax.random.key(0))))
-    params = shapes.pop("params", {})
+    shapes.pop("params", None)
     _refuse(cls, named_leaves(shapes))
-    if name is None:
-        return Adapter(init, bind)
-    forms: list[Any] = []
-
-    def read_blocks(params: Tree) -> None:
-        blocks = getattr(bind(params), name)
-        forms.extend(block.clone(parent=None, name=None) for block in blocks)
-
-    jax.eval_shape(read_blocks, params)
-    keys = [f"{name}_{i}" for i in range(len(forms))]
-
-    def divide(params: Tree) -> tuple[list[Tree], Tree]:
-        blocks = [params.get(key, {}) for key in keys]
-        return blocks, {k: v for k, v in params.items() if k not in keys}
-
-    def bind_block(rest: Tree, block: Tree) -> tuple[Any, Any]:
-        model = bind({**rest, keys[0]: block})
-        return model, getattr(model, name)[0]
-
-    texts = [*map(repr, forms)]
-    return Adapter(init, bind, Blocks(f"{name}_", divide, bind_block, forms, texts))
+    prefix = None if name is None else f"{name}_"
+    return Adapter(init, open_module, prefix, describe)
 
 
 def _equinox(cls: Any, config: Any, equinox: Any, name: str | None) -> Adapter:
@@ -239,38 +202,29 @@ def _equinox(cls: Any, config: Any, equinox: Any, name: str | None) -> Adapter:
     def is_parameter(leaf: Any) -> bool:
         return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
-    def is_array(leaf: Any) -> bool:
-        return hasattr(leaf, "shape")
-
     shapes = equinox.filter_eval_shape(lambda: new(jax.random.key(0)))
     _, others = equinox.partition(shapes, is_parameter)
-    leaves = named_leaves(others)
-    _refuse(cls, {name: leaf for name, leaf in leaves.items() if is_array(leaf)})
-    if name is None:
-        return Adapter(init, lambda params: equinox.combine(params, others))
-    each = _sequence(cls, name, getattr(shapes, name, None))
+    state = {n: leaf for n, leaf in named_leaves(others).items() if _is_array(leaf)}
+    _refuse(cls, state)
 
-    def divide(params: Tree) -> tuple[list[Tree], Tree]:
-        def where(module: Any) -> Any:
-            return getattr(module, name)
+    def open_module(params: Tree) -> tuple[Any, Sequence[Any]]:
+        module = equinox.combine(params, others)
+        if name is None:
+            return module, ()
+        blocks = _sequence(cls, name, getattr(module, name, None))
+        return equinox.tree_at(lambda x: getattr(x, name), module, None), blocks
 
-        def nothing(_: Any) -> None:
-            return None
+    def describe(block: Any) -> tuple[Any, str]:
+        static = equinox.filter(block, _is_array, inverse=True)
+        form = jax.tree.structure(block), jax.tree.leaves(static)
+        return form, equinox.tree_pformat(block, width=1)
 
-        return [*where(params)], equinox.tree_at(where, params, replace_fn=nothing)
+    prefix = None if name is None else f"{name}/"
+    return Adapter(init, open_module, prefix, describe)
 
-    block_others, rest_others = divide(others)
 
-    def bind(rest: Tree) -> Any:
-        return equinox.combine(rest, rest_others)
-
-    def bind_block(rest: Tree, block: Tree) -> tuple[Any, Any]:
-        return bind(rest), equinox.combine(block, block_others[0])
-
-    structures = map(jax.tree.structure, each)
-    forms = [*zip(structures, map(jax.tree.leaves, block_others), strict=True)]
-    texts = [equinox.tree_pformat(block, width=1) for block in each]
-    return Adapter(init, bind, Blocks(f"{name}/", divide, bind_block, forms, texts))
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape")
 
 
 def _sequence(cls: Any, name: str, value: Any) -> Sequence[Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``RegisteredModel``: what ``register_model`` was given, as the trainer uses it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -27,7 +27,7 @@ from tessera.train.models.layer_scan import (
     scan_layers,
 )
 from tessera.train.models.model import Batch, DimNames, Model
-from tessera.train.models.module_adapters import Adapter, Blocks, Inputs, adapt
+from tessera.train.models.module_adapters import Adapter, Inputs, adapt
 from tessera.train.models.partition_rules import NO_MESH, Placement
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RegisteredModel(Model):
     @property
     def block_kinds(self) -> tuple[str, ...]:
         """One kind, without a name."""
-        return ("",) * len(self._blocks.forms)
+        return ("",) * len(self._blocks)
 
     @cached_property
     def _adapter(self) -> Adapter:
@@ -73,16 +73,26 @@ class RegisteredModel(Model):
         return jax.eval_shape(lambda: self._adapter.init(jax.random.key(0)))
 
     @cached_property
-    def _blocks(self) -> Blocks:
-        """The blocks of the adapter, which differ only in the values of parameters."""
-        blocks = self._adapter.blocks
-        each = [named_leaves(tree) for tree in blocks.divide(self._shapes)[0]]
+    def _blocks(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
+        """The parameters of each block, which differ in their values alone."""
+        if self._adapter.prefix is None:
+            return []
+        forms: list[tuple[Any, str]] = []
+
+        def describe(params: Tree) -> None:
+            _, blocks = self._adapter.open(params)
+            forms.extend(map(self._adapter.describe, blocks))
+
+        jax.eval_shape(describe, self._shapes)
+        each: list[dict[str, Any]] = [{} for _ in forms]
+        for name, leaf in named_leaves(self._shapes).items():
+            for number, own in enumerate(each):
+                if name.startswith(begin := self._name(number, "")):
+                    own[name.removeprefix(begin)] = leaf
         for number, own in enumerate(each):
-            line = _difference(each[0], own) or (
-                None
-                if blocks.forms[number] == blocks.forms[0]
-                else _first_line(blocks.texts[0], blocks.texts[number])
-            )
+            line = _difference(each[0], own)
+            if line is None and forms[number][0] != forms[0][0]:
+                line = _first_line(forms[0][1], forms[number][1])
             if line or not own:
                 raise ModelDefinitionError(
                     "the blocks of a model differ in the values of their parameters "
@@ -91,13 +101,16 @@ class RegisteredModel(Model):
                     fix="make them alike; what depends on the number of the block can "
                     "be computed from index, an argument of the method block",
                 )
-        return blocks
+        return each
+
+    def _name(self, block: int, name: str) -> str:
+        """The name in the whole model of a block's parameter."""
+        return f"{self._adapter.prefix}{block}/{name}"
 
     @cached_property
-    def _parts(self) -> tuple[Tree, Tree]:
-        """Shapes of one block, and of what is beside the blocks, as adapted."""
-        blocks, rest = self._blocks.divide(self._shapes)
-        return blocks[0] if blocks else {}, rest
+    def _dim_names(self) -> dict[str, DimNames]:
+        shapes = {name: x.shape for name, x in named_leaves(self._shapes).items()}
+        return dim_names(self.definition.dims, shapes)
 
     @cached_property
     def _own_dims(self) -> Mapping[str, DimNames]:
@@ -107,9 +120,9 @@ class RegisteredModel(Model):
           DimTableError: [T408] the table does not fit the parameters.
         """
         first: dict[str, DimNames] = {}
-        for number in range(len(self._blocks.forms)):
-            for name in named_leaves(self._parts[0]):
-                full = f"{self._blocks.prefix}{number}/{name}"
+        for number, own in enumerate(self._blocks):
+            for name in own:
+                full = self._name(number, name)
                 dims = self._dim_names[full]
                 if first.setdefault(name, dims) != dims:
                     raise DimTableError(
@@ -120,24 +133,30 @@ class RegisteredModel(Model):
         return first
 
     @cached_property
-    def _dim_names(self) -> dict[str, DimNames]:
-        shapes = {name: x.shape for name, x in named_leaves(self._shapes).items()}
-        return dim_names(self.definition.dims, shapes)
+    def _rest_dims(self) -> Mapping[str, DimNames]:
+        """The dims of the parameters beside the blocks."""
+        of_blocks = {
+            self._name(number, name)
+            for number, own in enumerate(self._blocks)
+            for name in own
+        }
+        return {n: dims for n, dims in self._dim_names.items() if n not in of_blocks}
 
     def plain_dim_names(self) -> Tree:
         """The logical names of each parameter's dims; of blocks, ``layers`` first."""
-        dims = {name: self._dim_names[name] for name in named_leaves(self._parts[1])}
+        dims = dict(self._rest_dims)
         for name, own in self._own_dims.items():
             dims[f"{self.blocks}/{name}"] = ("layers", *own)
         return nest(dims)
 
     def new_params(self, key: jax.Array) -> Tree:
         """Newly initialized parameters, those of the blocks stacked."""
-        blocks, rest = self._blocks.divide(self._adapter.init(key))
-        named, each = named_leaves(rest), [named_leaves(block) for block in blocks]
+        named = named_leaves(self._adapter.init(key))
+        params = {name: named[name] for name in self._rest_dims}
         for name in self._own_dims:
-            named[f"{self.blocks}/{name}"] = jnp.stack([own[name] for own in each])
-        return nest(named)
+            layers = [named[self._name(i, name)] for i in range(len(self._blocks))]
+            params[f"{self.blocks}/{name}"] = jnp.stack(layers)
+        return nest(params)
 
     def check(self, mesh: Mesh) -> None:
         """See ``Model.check``; also the parameters, their table, and what is computed.
@@ -239,7 +258,7 @@ class RegisteredModel(Model):
             jax.make_jaxpr(head)(self._plain, self._hidden, inputs),
         )
         one, last = (count(each).total / (2e6 * _ROWS * _LENGTH) for each in programs)
-        return [one] * len(self._blocks.forms), last
+        return [one] * len(self._blocks), last
 
     @cached_property
     def _known_policies(self) -> Policies:
@@ -257,10 +276,12 @@ class RegisteredModel(Model):
     def _block_of_zeros(self, hidden: Array) -> Array:
         """One block, whose parameters and inputs are zeros."""
         place = self.place(None)
-        own, rest = jax.tree.map(place.cast, zeros(self._parts))
+        named = named_leaves(self._shapes)
+        rest = {name: named[name] for name in self._rest_dims}
+        model, blocks = self._open(*zeros((rest, self._blocks[0])), place)
         inputs = zeros(self._abstract_inputs(*hidden.shape[:2]))
-        model, block = self._blocks.bind(rest, own)
-        hidden = call(model.block, {**inputs, INDEX: jnp.int32(0)}, block, hidden)
+        inputs[INDEX] = jnp.int32(0)
+        hidden = call(model.block, inputs, blocks[0], hidden)
         return self.constrain_wire(hidden, place)
 
     def wire(self, rows: int, length: int) -> jax.ShapeDtypeStruct:
@@ -279,7 +300,7 @@ class RegisteredModel(Model):
 
     def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
         """See ``Model.embed``."""
-        model = self._adapter.bind(self._rest(params, place))
+        model, _ = self._open(self._rest(params), {}, place)
         with place.autocast():
             if self.blocks is None:
                 return model(**self._inputs(batch))
@@ -295,18 +316,17 @@ class RegisteredModel(Model):
         numbers: Int[Array, " layers"] | None = None,
     ) -> tuple[Array, Tree]:
         """See ``Model.run_blocks``."""
-        inputs, total = self._inputs(batch), len(self._blocks.forms)
         if self.blocks is None:
             return hidden, ()
+        inputs, total, rest = self._inputs(batch), len(self._blocks), self._rest(params)
 
         def body(hidden: Array, layer: tuple[Tree, Array]) -> tuple[Array, Tree]:
             named, number = layer
             # Cast here, or the loop would add up the gradients by its layers narrow.
-            rest = self._rest(params, place)
-            own = self._gathered(named, self._own_dims, self._parts[0], place)
-            model, block = self._blocks.bind(rest, own)
+            model, blocks = self._open(rest, named, place)
+            own = {**inputs, INDEX: number}
             with place.autocast():
-                hidden = call(model.block, {**inputs, INDEX: number}, block, hidden)
+                hidden = call(model.block, own, blocks[0], hidden)
             return self.constrain_wire(hidden, place), ()
 
         exists = None if numbers is None or self.is_even else numbers < total
@@ -328,39 +348,45 @@ class RegisteredModel(Model):
         """See ``Model.head``."""
         if self.blocks is None:
             return hidden
-        model = self._adapter.bind(self._rest(params, place))
+        model, _ = self._open(self._rest(params), {}, place)
         with place.autocast():
             return call(model.head, self._inputs(batch), hidden)
 
-    def _rest(self, params: Tree, place: Placement) -> Tree:
-        """What is beside the blocks, as the adapter has it."""
-        named = named_leaves(self.divide(params)[1])
-        return self._gathered(named, self._dim_names, self._parts[1], place)
+    def _rest(self, params: Tree) -> dict[str, Array]:
+        """The parameters beside the blocks, by name."""
+        return named_leaves(self.divide(params)[1])
+
+    def _open(
+        self, rest: Mapping[str, Array], own: Mapping[str, Array], place: Placement
+    ) -> tuple[Any, Sequence[Any]]:
+        """The model and its blocks, of which the first alone has parameters."""
+        named = self._gathered(rest, self._rest_dims, place)
+        if own:
+            own = self._gathered(own, self._own_dims, place)
+            named |= {self._name(0, name): leaf for name, leaf in own.items()}
+        leaves = [named.get(name) for name in named_leaves(self._shapes)]
+        structure = jax.tree.structure(self._shapes)
+        return self._adapter.open(jax.tree.unflatten(structure, leaves))
 
     def _inputs(self, batch: Inputs) -> dict[str, Array]:
         """What the model reads of a batch."""
         return {name: batch[name] for name in self.definition.inputs}
 
     def _gathered(
-        self,
-        named: Mapping[str, Array],
-        dims: Mapping[str, DimNames],
-        like: Tree,
-        place: Placement,
-    ) -> Tree:
-        """Parameters as the adapter has them, cast and gathered over the data axes.
+        self, named: Mapping[str, Array], dims: Mapping[str, DimNames], place: Placement
+    ) -> dict[str, Array]:
+        """Parameters, cast, and gathered over the data axes.
 
         XLA is not left to choose between them and the batch, which the same axes shard.
         """
         gathering = frozenset(("dp", "fsdp", "pp"))
         gathered = replace(place, vmapped_axes=place.vmapped_axes | gathering)
-        leaves: list[Array] = []
-        for name in named_leaves(like):
-            leaf = place.cast(named[name], *dims[name])
-            if not _STACKED & set(dims[name]):
-                leaf = gathered.constrain(leaf, *dims[name])
-            leaves.append(leaf)
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        whole: dict[str, Array] = {}
+        for name, names in dims.items():
+            whole[name] = place.cast(named[name], *names)
+            if not _STACKED & set(names):
+                whole[name] = gathered.constrain(whole[name], *names)
+        return whole
 
     def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
         """Generation that computes the whole row for each token.
