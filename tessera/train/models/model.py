@@ -188,7 +188,23 @@ class Model(ABC):
         Raises:
           ParameterTreeError: [T306] names or shapes are not those of this model.
         """
-        _check_params(params, self.abstract())
+        actual, declared = (
+            {name: leaf.shape for name, leaf in named_leaves(tree).items()}
+            for tree in (params, self.abstract())
+        )
+        problems = [
+            f"{path!r}: {actual.get(path, 'missing')}, expected "
+            f"{declared.get(path, 'no such parameter')}"
+            for path in sorted(actual.keys() | declared.keys())
+            if actual.get(path) != declared.get(path)
+        ]
+        if problems:
+            raise ParameterTreeError(
+                "these are not the parameters of this model",
+                got="\n".join(problems),
+                fix="create them with model.init(key), or compare with "
+                "model.abstract()",
+            )
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -300,25 +316,19 @@ class Model(ABC):
 
     def trained(self, tree: Tree) -> Tree:
         """A tree like the parameters with None for each frozen one."""
-        if not self.frozen:
-            return tree
 
         def kept(path: tuple[object, ...], leaf: Any) -> Any:
             return None if path_name(path) in self.frozen else leaf
 
-        return jax.tree_util.tree_map_with_path(kept, tree)
+        return jax.tree_util.tree_map_with_path(kept, tree) if self.frozen else tree
 
     def with_frozen(self, trained: Tree, params: Tree) -> Tree:
         """The parameters, of which the trained ones are those of another tree."""
-        if not self.frozen:
-            return trained
-        values = named_leaves(trained)
 
-        def chosen(path: tuple[object, ...], leaf: Any) -> Any:
-            name = path_name(path)
-            return leaf if name in self.frozen else values[name]
+        def chosen(new: Any, old: Any) -> Any:
+            return old if new is None else new
 
-        return jax.tree_util.tree_map_with_path(chosen, params)
+        return jax.tree.map(chosen, trained, params, is_leaf=lambda x: x is None)
 
     def specs(self) -> Tree:
         """The ShardSpec of every parameter, with logical names for mesh axes."""
@@ -454,23 +464,3 @@ def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
     got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
     fix = "\n".join(dict.fromkeys(error.fix for error in errors))
     return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)
-
-
-def _check_params(params: Tree, expected: Tree) -> None:
-    actual, declared = (
-        {name: leaf.shape for name, leaf in named_leaves(tree).items()}
-        for tree in (params, expected)
-    )
-    if actual == declared:
-        return
-    problems = [
-        f"{path!r}: {actual.get(path, 'missing')}, expected "
-        f"{declared.get(path, 'no such parameter')}"
-        for path in sorted(actual.keys() | declared.keys())
-        if actual.get(path) != declared.get(path)
-    ]
-    raise ParameterTreeError(
-        "these are not the parameters of this model",
-        got="\n".join(problems),
-        fix="create them with model.init(key), or compare with model.abstract()",
-    )

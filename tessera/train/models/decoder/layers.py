@@ -35,12 +35,10 @@ KV_HEADS: Final = ("batch", "context", "kv_heads", None)
 Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
-def parameter(
-    value: Array, *names: str, kind: type[nnx.Param[Array]] = nnx.Param
-) -> nnx.Param[Array]:
+def parameter(value: Array, *names: str) -> nnx.Param[Array]:
     """A parameter with the logical name of each of its dims."""
     spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=names)
-    return kind(value, shard_spec=spec)
+    return nnx.Param(value, shard_spec=spec)
 
 
 def fan_in_init(
@@ -127,10 +125,8 @@ class Projection(nnx.Module):
             init: jax.nn.initializers.Initializer,
             key: jax.Array,
             dims: dict[str, int],
-            kind: type[nnx.Param[Array]] = nnx.Param,
         ) -> nnx.Param[Array]:
-            value = init(key, tuple(dims.values()), jnp.float32)
-            return parameter(value, *dims, kind=kind)
+            return parameter(init(key, tuple(dims.values()), jnp.float32), *dims)
 
         init = fan_in_init(tuple(range(1, first)), tuple(range(first, last)))
         zeros = jax.nn.initializers.zeros
@@ -148,8 +144,8 @@ class Projection(nnx.Module):
             self.lora_dims = (*inputs, "lora_rank"), ("lora_rank", *outputs)
             # A key of its own: the weights are those of the model without adapters.
             key = jax.random.fold_in(key, 1)
-            self.lora_a = new(uniform, key, layers | inputs | rank, nnx.LoRAParam)
-            self.lora_b = new(zeros, key, layers | rank | outputs, nnx.LoRAParam)
+            self.lora_a = new(uniform, key, layers | inputs | rank)
+            self.lora_b = new(zeros, key, layers | rank | outputs)
 
     def __call__(
         self, x: Float[Array, "batch seq ..."], place: Placement

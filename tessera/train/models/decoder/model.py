@@ -6,7 +6,7 @@ its parameters, initializes them, and computes with any such tree. The tree is n
 plain dicts, with leaves such as ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tessera.errors import SettingConflictError
-from tessera.foundations.tree import Tree
+from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import Mesh
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.train.models.decoder.attention_inputs import layer_attention
@@ -114,14 +114,8 @@ class DecoderModel(Model):
     @cached_property
     def adapters(self) -> frozenset[str]:
         """The names of the parameters of LoRA."""
-        names: set[str] = set()
-
-        def add(path: str, param: nnx.Variable[Any]) -> None:
-            if isinstance(param, nnx.LoRAParam):
-                names.add(path)
-
-        _map_params(self._parts[1], add)
-        return frozenset(names)
+        names = named_leaves(self._plain)
+        return frozenset(n for n in names if n.endswith(("/lora_a", "/lora_b")))
 
     def new_params(self, key: jax.Array) -> Tree:
         """Newly initialized float32 parameters without stages."""
@@ -131,10 +125,13 @@ class DecoderModel(Model):
     def plain_dim_names(self) -> Tree:
         """The logical names of each parameter's dims, as the module declares them."""
 
-        def names(_: str, param: nnx.Variable[Any]) -> DimNames:
+        def names(param: nnx.Variable[Any]) -> DimNames:
             return param.shard_spec.mesh_axes
 
-        return _map_params(self._parts[1], names)
+        def is_param(node: Any) -> bool:
+            return isinstance(node, nnx.Variable)
+
+        return nnx.to_pure_dict(jax.tree.map(names, self._parts[1], is_leaf=is_param))
 
     def place(self, mesh: Mesh | None) -> Placement:
         """The placement of this model on a mesh, and the dtype of activations.
@@ -388,15 +385,3 @@ def _context_note(window: int | None, method: Method, mesh: Mesh) -> str:
         f"{note}; local layers exchange only a halo of {window - 1} tokens, if chunks "
         "are that long"
     )
-
-
-def _map_params(
-    state: Any, function: Callable[[str, nnx.Variable[Any]], Any], prefix: str = ""
-) -> Tree:
-    """A nested dict of ``function(path, parameter)``."""
-    return {
-        name: function(prefix + name, node)
-        if isinstance(node, nnx.Variable)
-        else _map_params(node, function, f"{prefix}{name}/")
-        for name, node in state.items()
-    }
