@@ -9,17 +9,17 @@ slice is copied from them.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from tessera.errors import WeightFileError
 from tessera.foundations.dtypes import as_dtype
-from tessera.foundations.tree import Tree, path_name
+from tessera.foundations.tree import Tree, named_leaves, nest
 from tessera.mesh import Mesh
 from tessera.train.models.decoder.model import DecoderModel
 from tessera.train.models.families.family import Tensor
@@ -197,24 +197,23 @@ def import_weights(
     initial = _by_name(adapters)
     rows = {row.path: row for row in _table(source, plain)}
 
-    def read(
-        name: str, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec | None = None
-    ) -> jax.Array:
+    specs: dict[str, Any] = {}
+    if mesh is not None:
+        specs = named_leaves(model.layouts(mesh) if layouts is None else layouts)
+
+    def read(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path.replace("/", ".")
         if name not in rows:
             return initial[name].astype(rounded_to or leaf.dtype)
         shape, to = plain[name].shape, rounded_to or np.dtype(leaf.dtype)
         slices = ParameterSlices(source, rows[name], shape, to, model.split)
         copy = slices.read if leaf.shape == shape else slices.read_staged
-
-        if spec is None:
+        if mesh is None:
             return jax.device_put(copy((slice(None),) * len(leaf.shape)))
-        assert mesh is not None
-        return assemble(leaf.shape, NamedSharding(mesh.jax, spec), copy)
+        return assemble(leaf.shape, NamedSharding(mesh.jax, specs[path]), copy)
 
-    if mesh is None:
-        return _map_named(read, model.abstract())
-    layouts = model.layouts(mesh) if layouts is None else layouts
-    return _map_named(read, model.abstract(), layouts)
+    leaves = named_leaves(model.abstract())
+    return nest({path: read(path, leaf) for path, leaf in leaves.items()})
 
 
 def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFolder:
@@ -285,16 +284,4 @@ def _differences(
 
 
 def _by_name(tree: Tree) -> dict[str, Any]:
-    return {
-        path_name(path, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def _map_named(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """A tree of ``function(name, leaf, …)``."""
-
-    def call(path: Any, leaf: Any, *rest: Any) -> Any:
-        return function(path_name(path, separator="."), leaf, *rest)
-
-    return jax.tree_util.tree_map_with_path(call, tree, *others)
+    return {path.replace("/", "."): leaf for path, leaf in named_leaves(tree).items()}
