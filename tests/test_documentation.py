@@ -20,8 +20,8 @@ from tessera.foundations import dtypes
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ERROR_PAGES = sorted((DOCS / "errors").glob("T*.md"))
-# Their steps call functions of the reader's; tests/documents/ has these, and runs them.
-WITH_HELPERS = {"distributed-step", "training-at-scale"}
+# Their steps call functions of the reader's, or make files; tests/documents/ runs them.
+WITH_HELPERS = {"distributed-step", "training-at-scale", "fine-tune-from-nothing"}
 PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.glob("*.md")),
