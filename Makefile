@@ -43,6 +43,9 @@ REPORT_READY := $(REPORT_VENV)/.ready-$(VERSION)
 # For test-engines: PyTorch, which has torchrun, and Ray.
 ENGINES_VENV := .venv-engines
 ENGINES_READY := $(ENGINES_VENV)/.ready
+# For test-jax-next: JAX's nightly builds, as its installation guide has them.
+JAX_NEXT_VENV := .venv-jax-next
+JAX_NIGHTLY := https://us-python.pkg.dev/ml-oss-artifacts-published/jax-public-nightly-artifacts-registry/simple/
 GPU_RESULTS := benchmarks/results/gpu
 # Benchmarks that need the compilers of targets, and one that needs rates to be measured.
 COMPILED := $(addprefix benchmarks/,$(addsuffix .py,attention_compiled gpu_kernels \
@@ -57,7 +60,7 @@ export PYTHONDONTWRITEBYTECODE =
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines test-jax fuzz lint format docs docs-browser bench bench-targets bench-gpu gpu-wheels constraints clean
+.PHONY: help train test test-smoke test-all test-hf test-report test-targets test-engines test-jax test-jax-next fuzz lint format docs docs-browser bench bench-targets bench-gpu gpu-wheels constraints clean
 
 help: ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 22
@@ -70,7 +73,7 @@ test: $(DEV_READY) ## Test every public behaviour once: pytest $(ARGS)
 
 # The doors to JAX, the API, parsers, one run that is trained and resumed: what another
 # version of JAX or of Python breaks first.
-SMOKE := $(addprefix tests/,annotations graph/test_function.py graph/test_function_misuse.py \
+SMOKE := $(addprefix tests/,jax_compat annotations graph/test_function.py graph/test_function_misuse.py \
   graph/test_distribute.py graph/test_pipeline.py graph/test_training_step.py \
   graph/test_value_and_grad.py graph/test_objects_of_nnx.py graph/lower \
   graph/tracer/test_tracer.py graph/tracer/test_spmd_region.py \
@@ -105,6 +108,17 @@ test-jax: $(DEV_READY) ## Run JAX's own tests on ts.jit: JAX_TESTS=folder, ARGS=
 	@test -d "$(JAX_TESTS)" || { \
 	  echo "Say where the tests of JAX 0.10.2 are: make test-jax JAX_TESTS=jax/tests" >&2; exit 1; }
 	$(BIN)/python -m tests.jax_tests $(JAX_TESTS) $(ARGS)
+
+# Made anew each time, as nothing pins what is not released. pip warns that the package
+# excludes this JAX.
+test-jax-next: BIN := $(JAX_NEXT_VENV)/bin
+test-jax-next: ## Run test-smoke on JAX's nightly build: pytest $(ARGS)
+	@$(PYTHON) -m venv --clear $(JAX_NEXT_VENV)
+	@$(PINNED) -e '.[dev]'
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile --upgrade --pre \
+	  jax jaxlib --extra-index-url $(JAX_NIGHTLY)
+	$(BIN)/python -c 'import jax; print("JAX", jax.__version__)'
+	$(BIN)/python -m pytest -m "not full" $(SMOKE) $(ARGS)
 
 fuzz: $(DEV_READY) ## Compare drawn programs with Python, NumPy and JAX: all seeds
 	TESSERA_FUZZ=$(or $(TESSERA_FUZZ),whole) $(BIN)/python -m pytest $(or $(ARGS),tests/fuzz)
