@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments of a pipeline are its batch: what a step does says it, no size does.
+"""Which arguments of a pipeline are its batch: its sources say it.
 
 Each step is compared with the same function on one device, or asks for ``batch=``.
 """
@@ -303,19 +303,6 @@ def test_frozen_arrays_as_long_as_the_batch_are_never_cut_in_silence(
     close(ts.function(named, mesh=TWO)(data, frozen), want)
 
 
-def test_a_step_that_takes_no_more_rows_cannot_be_asked_which_arguments_have_them():
-    model = chain(pipes(), lambda x, table: x + table)
-
-    def step(x, table):
-        if len(x) != ROWS:
-            raise ValueError("the step has rows of its own")
-        return model(x, table)
-
-    with pytest.raises(UndecidedRoleError) as caught:
-        ts.function(step, mesh=TWO).trace(X, normal(ROWS, WIDTH))
-    assert "times as many rows: the step has rows of its own" in str(caught.value)
-
-
 def test_the_error_names_the_arguments_the_line_and_the_cure():
     @graph.stage("look_up")
     def look_up(numbers, table):
@@ -354,7 +341,7 @@ def test_pairs_of_rows_are_no_whole_array_by_their_number():
 def test_a_constant_for_each_row_that_is_not_said_to_be_one_is_refused():
     model = chain(pipes(), lambda x, mask: x * mask[:, None])
     step = ts.function(lambda x: model(x, jnp.arange(8.0)), mesh=TWO)
-    with pytest.raises(UndecidedRoleError, match="got: x: 2 of 8 rows: "):
+    with pytest.raises(PipelineFormError, match="got: 2 of 8 rows in each argument"):
         step.trace(X)
 
 

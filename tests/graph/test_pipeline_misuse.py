@@ -201,11 +201,11 @@ def test_the_rows_of_a_pipeline_are_those_of_the_step():
 
     text = refused(errors.PipelineFormError, lambda: step.trace(BATCH["x"]))
     assert text == (
-        "[T312] the rows of a pipeline are not those of the step's arguments\n"
-        "  got: 'model' returns 48 rows, and 'x' of shape (48, 5) has them from no "
-        "argument of the step\n"
+        "[T312] a step with a pipeline cannot be traced for another number of rows\n"
+        "  got: 12 of 48 rows in each argument that may be a batch: 48 rows in 48\n"
         "  fix: give the pipeline the rows of the step's arguments, as many and in the "
         "same order\n"
+        "  fix: or say which arguments are batches: graph.training_step(batch=...)\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T312.html"
     )
 

@@ -4,16 +4,16 @@
 A pipeline splits arguments that have a row for each example, and replicates weights to
 the stages that read them. Which is which follows from an argument's sources: it is a
 weight if it is computed from parameters, captured arrays and what a gradient is taken
-by alone, and has rows if it grows with the batch. Where several arguments have other
-sources, their numbers of rows are a guess, which has to be proven when the pipelined
-function is split into stages.
+by alone, and has rows if it has as many as the results. Where several arguments have
+other sources, that is a guess, which has to be proven when the pipelined function is
+split into stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -69,37 +69,43 @@ class BatchRows:
 
         Raises:
           UndecidedRoleError: [T324] nothing decides it.
-          PipelineFormError: [T312] they are not the rows of the step's arguments.
+          PipelineFormError: [T312] no argument has as many rows as the call's results.
         """
-        undecided = {
-            call.number: _Arguments(self, equation, index)
+        return {
+            call.number: self._decision(index, equation, call)
             for index, equation, call in self._calls()
             if None in call.by_row
         }
-        if not undecided:
-            return {}
-        rows = {arguments.rows for arguments in undecided.values()}
-        factor = _factor(rows, self.graph.inputs)
-        read = set[Any]().union(*(each.read for each in undecided.values()))
-        whole = set[Any]().union(*(each.closed_over for each in undecided.values()))
-        atoms = [atom for each in undecided.values() for atom in each.candidate_atoms]
-        grown = {
-            variable: factor * value.aval.shape[0]
-            for variable, value in self._with_rows(rows, read, atoms)
-            if variable in read or variable not in whole
-        }
-        here = self.scope()
-        try:
-            self.retrace(self._resized(grown), here)
-        except Exception as error:
-            # An error after the last of these calls does not matter.
-            if len(here.pipelined) <= max(undecided):
-                problem = f"{factor} times as many rows: {first_line(error)}"
-                raise undecided[max(undecided)].call.undecided(problem) from error
-        return {
-            number: arguments.decision(here.pipelined[number], factor)
-            for number, arguments in undecided.items()
-        }
+
+    def _decision(
+        self, index: int, equation: jaxprs.Equation, call: PipelineCall
+    ) -> Decision:
+        unknown = [number for number, row in enumerate(call.by_row) if row is None]
+        sources = {n: self.sources([equation.invars[n]], index) for n in unknown}
+        candidates = [n for n in unknown if not self.free.isdisjoint(sources[n])]
+        if not candidates and len(unknown) == 1:
+            candidates = unknown
+        if not candidates:
+            raise call.undecided(
+                "all of them are made of parameters, captured arrays and what a "
+                "gradient is taken by"
+            )
+        check_results(call.results, None)
+        rows = call.results[0].shape[0]
+        lengths = [variable.aval.shape[:1] for variable in equation.invars]
+        # What the step makes of no input may be of the number of rows, such as a mask.
+        candidates += [n for n in unknown if not sources[n] and n not in candidates]
+        cut = [n for n in candidates if lengths[n] == (rows,)]
+        by_row = [bool(row) or n in cut for n, row in enumerate(call.by_row)]
+        if not any(by_row):
+            pairs = zip(call.paths, equation.invars, strict=False)
+            raise PipelineFormError(
+                "the rows of a pipeline are not those of the step's arguments",
+                got=f"{call.name!r} returns {rows} rows, and takes "
+                + ", ".join(f"{path}: {v.aval}" for path, v in pairs),
+                fix=_ROWS_OF_THE_STEP,
+            )
+        return Decision(tuple(by_row), is_guess=len(candidates) > 1)
 
     def microbatch(self) -> jaxprs.Program | None:
         """The program of one microbatch; None for a step that has no pipeline to run.
@@ -253,110 +259,9 @@ class BatchRows:
         return values
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The arguments of a pipelined call that does not declare which have rows.
-
-    Attributes:
-      batch: The step.
-      equation: The call.
-      index: Its index in the step's program.
-    """
-
-    batch: BatchRows
-    equation: jaxprs.Equation
-    index: int
-
-    @property
-    def call(self) -> PipelineCall:
-        """The call's parameters."""
-        return self.equation.params["call"]
-
-    @cached_property
-    def origins(self) -> list[set[Any]]:
-        """The inputs of the step that each argument depends on."""
-        atoms = self.equation.invars[: len(self.call.paths)]
-        return [self.batch.sources([atom], self.index) for atom in atoms]
-
-    @cached_property
-    def candidates(self) -> list[int]:
-        """Arguments that may have rows, by their sources."""
-        known = self.call.by_row
-        unknown = [number for number, row in enumerate(known) if row is None]
-        may_have = [
-            n for n in unknown if not self.batch.free.isdisjoint(self.origins[n])
-        ]
-        return may_have or (unknown if len(unknown) == 1 else [])
-
-    @property
-    def candidate_atoms(self) -> list[jaxprs.Atom]:
-        """The same, as variables of the step."""
-        return [self.equation.invars[number] for number in self.candidates]
-
-    @property
-    def read(self) -> set[Any]:
-        """Inputs of the step that these depend on."""
-        return set[Any]().union(*(self.origins[number] for number in self.candidates))
-
-    @property
-    def closed_over(self) -> set[Any]:
-        """Inputs of the step that the function closes over."""
-        atoms = self.equation.invars[len(self.call.paths) :]
-        return self.batch.sources(atoms, self.index)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of the batch: that of the call's results."""
-        if not self.candidates:
-            raise self.call.undecided(
-                "all of them are made of parameters, captured arrays and what a "
-                "gradient is taken by"
-            )
-        check_results(self.call.results, None)
-        return self.call.results[0].shape[0]
-
-    def decision(self, grown: Sequence[Any], factor: int) -> Decision:
-        """Which arguments have rows, from their types in a step of more rows."""
-        by_row = [bool(known) for known in self.call.by_row]
-        for number, known in enumerate(self.call.by_row):
-            if known is not None:
-                continue
-            shape, larger = (
-                aval.shape
-                for aval in (self.equation.invars[number].aval, grown[number])
-            )
-            by_row[number] = larger == (factor * shape[0], *shape[1:])
-            if larger != shape and not by_row[number]:
-                raise self.call.undecided(
-                    f"{self.call.paths[number]!r} of shape {shape} is {larger} where "
-                    f"the batch has {factor} times as many rows"
-                )
-        if not any(by_row):
-            self._refuse_rows(self.candidates[0])
-        return Decision(tuple(by_row), is_guess=len(self.candidates) > 1)
-
-    def _refuse_rows(self, number: int) -> NoReturn:
-        path, shape = self.call.paths[number], self.equation.invars[number].aval.shape
-        raise PipelineFormError(
-            "the rows of a pipeline are not those of the step's arguments",
-            got=f"{self.call.name!r} returns {self.rows} rows, and {path!r} of shape "
-            f"{shape} has them from no argument of the step",
-            fix=_ROWS_OF_THE_STEP,
-        )
-
-
 _ROWS_OF_THE_STEP = (
     "give the pipeline the rows of the step's arguments, as many and in the same order"
 )
-
-
-def _factor(rows: set[int], inputs: Sequence[Value]) -> int:
-    """A factor for numbers of rows, so that no other dim is as large."""
-    sizes = {size for value in inputs for size in value.aval.shape}
-    factor = 2
-    while sizes.intersection(factor * number for number in rows):
-        factor += 1
-    return factor
 
 
 def _is_like(value: Value, weights: Sequence[Value]) -> bool:
