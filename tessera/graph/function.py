@@ -40,7 +40,7 @@ from tessera.graph.tracer.declared_layouts import Options
 from tessera.graph.tracer.inlining import inline
 from tessera.graph.tracer.program_lookup import ProgramLookup
 from tessera.graph.tracer.tracer import trace
-from tessera.graph.tracer.write_back import check_no_alias, write_back
+from tessera.graph.tracer.write_back import write_back
 from tessera.jax_compat import jaxprs, traces
 from tessera.jax_compat.lines import without_own_frames
 from tessera.shard import DistTensor
@@ -259,11 +259,8 @@ class Function:
         call = self._flatten(args, kwargs)
         body, options = self._for_objects(call)
         with changes_explained():
-            eager = run_eagerly(body, call, options, self._parameter)
-        values = values_of(args, kwargs)
-        check_no_alias(eager.writes, values)
-        write_back(eager.writes, eager.written, values)
-        return eager.result
+            values = values_of(args, kwargs)
+            return run_eagerly(body, call, options, values, self._parameter)
 
     def _where_not_finite(
         self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inlines a function that is called while another one is traced.
+"""Calls a function that is part of another one's trace, or that runs eagerly.
 
 Its arguments and results are constrained to its declared layouts.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.foundations.tree import partition
 from tessera.graph.tracer.arguments import Call
@@ -19,8 +19,13 @@ from tessera.graph.tracer.declared_layouts import (
     output_values,
 )
 from tessera.graph.tracer.leaves import mesh_here
-from tessera.graph.tracer.write_back import MutationTracker, write_back
+from tessera.graph.tracer.write_back import (
+    MutationTracker,
+    check_no_alias,
+    write_back,
+)
 from tessera.mesh import Mesh
+from tessera.ops.operand_layouts import as_array
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import split_result
 
@@ -31,7 +36,7 @@ def inline(
     options: Options,
     given: Sequence[Any],
 ) -> Any:
-    """Call a function whose options declare a mesh or layouts, inside a trace.
+    """Call a function with the layouts that its options declare, in the open scope.
 
     Args:
       function: The user's function.
@@ -48,38 +53,43 @@ def inline(
       WriteBackError: [T320] an argument was changed that cannot be given back.
     """
     here = scope.current()
-    assert here is not None, "inline is for calls inside a trace"
+    assert here is not None, "inline is for calls inside a scope"
     own = None if options.mesh is None else mesh_here(options.mesh)
     here.inner.append((options.name, own))
-    mesh = own or here.mesh
+    mesh = own or here.mesh  # one that this trace finds is used by the next
     check = here.is_whole_batch  # one microbatch has other sizes
     binding = call.bound_to(function, options.name, check=check)
-    if mesh is None:  # if this trace finds one, the next trace uses it
-        named = zip(call.keywords, given[call.positional :], strict=True)
-        result = function(*given[: call.positional], **dict(named))
-        binding.check_result(result)
-        return result
     arrays = [leaf.value for leaf in call.leaves]
     declared = declared_layouts(call, options, mesh, binding.dim_names)
-    laid_out = _constrained(arrays, declared, mesh)
+    laid_out = _laid_out(arrays, declared, mesh)
     args, kwargs = call.rebuilt(laid_out)
     names = [argument.name for argument in call.arguments]
     watch = MutationTracker([*args, *kwargs.values()], names)
     result, restore = split_result(function(*args, **kwargs))
-    write_back(*watch.changes(), given)
+    writes, written = watch.changes()
+    check_no_alias(writes, given)
+    write_back(writes, written, given)
     binding.check_result(result)
     names = binding.result_dim_names(result)
     results, skeleton = partition(result, is_number)
     avals = [jax.typeof(result) for result in results]
     values = output_values(options, skeleton, avals, mesh, names)
-    laid_out = _constrained(results, [value.spec for value in values], mesh)
+    laid_out = _laid_out(results, [value.spec for value in values], mesh)
     return restore(skeleton.combine(laid_out))
 
 
-def _constrained(
-    arrays: Sequence[Any], specs: Sequence[PartitionSpec | None], mesh: Mesh
+def _laid_out(
+    arrays: Sequence[Any], specs: Sequence[PartitionSpec | None], mesh: Mesh | None
 ) -> list[Any]:
-    return [
-        array if spec is None else scope.constrain(array, mesh, spec, pads=True)
-        for array, spec in zip(arrays, specs, strict=True)
-    ]
+    """Arrays in the layouts that are declared for them."""
+    here = scope.current()
+    is_eager = here is not None and here.is_eager
+
+    def lay_out(array: Any, spec: PartitionSpec | None) -> Any:
+        if spec is None or mesh is None:
+            return array
+        if is_eager:  # JAX ignores constraints there
+            return jax.device_put(as_array(array), NamedSharding(mesh.jax, spec))
+        return scope.constrain(array, mesh, spec, pads=True)
+
+    return list(map(lay_out, arrays, specs))
