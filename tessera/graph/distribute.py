@@ -50,7 +50,7 @@ STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
 )
 
 
-def distribute(  # noqa: PLR0913 - a keyword for each role
+def distribute(
     strategy: str,
     *,
     stage: int | None = None,
@@ -60,7 +60,6 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     optimizer_state: Names = None,
     batch: Names = None,
     experts: Names = None,
-    results: Sequence[str | None] | None = None,
 ) -> Callable[[Callable[..., Any]], Function]:
     """Parallelize a function over a mesh by a strategy, named for what it splits.
 
@@ -116,8 +115,6 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
       batch: ... that are the batch: its arrays have a row for each example.
       experts: Parameters whose leading dim counts experts, for ``expert_parallel``;
         optimizer state with their paths and shapes is split with them.
-      results: What each result is, where its form does not say it: a role by the name
-        of its keyword here, or None.
 
     Returns:
       A decorator that gives a ``ts.function``.
@@ -161,7 +158,6 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
         STATE: optimizer_state,
         BATCH: batch,
     }
-    _check_results(strategy, results)
     axes = tuple(mesh_axes) if mesh_axes is not None else (default_axis,)
     named = as_names(experts)
     if (strategy == "expert_parallel") != bool(named):
@@ -181,11 +177,10 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
             "name": strategy,
             "stage": zero_stage,
             "axes": axes,
-            "results": tuple(results) if results is not None else None,
         }
         declared = _declared_roles(body, options.name, {**roles, "experts": named})
         if strategy == "tensor_parallel":
-            settings["common"] = _common(declared, results)
+            settings["common"] = _common(declared)
             split = TensorParallel(**settings, annotations=annotations_of(body))
             return Function(SpmdFunction(body, split), replace(options, strategy=split))
         settings["declared"] = declared
@@ -205,16 +200,13 @@ def distribute(  # noqa: PLR0913 - a keyword for each role
     return decorate
 
 
-def _common(
-    declared: Mapping[str, str], results: Sequence[str | None] | None
-) -> str | None:
+def _common(declared: Mapping[str, str]) -> str | None:
     """The argument whose dims are whole under ``tensor_parallel``, if declared."""
-    if results is None and len(declared) <= 1 and set(declared.values()) <= {BATCH}:
+    if len(declared) <= 1 and set(declared.values()) <= {BATCH}:
         return next(iter(declared), None)
     raise StrategyError(
         "strategy 'tensor_parallel' goes by annotations, and by one array of the batch",
-        got=", ".join(f"{path!r} is {role}" for path, role in declared.items())
-        or f"results={results!r}",
+        got=", ".join(f"{path!r} is {role}" for path, role in declared.items()),
         fix="leave roles out; batch='x' names the array whose dims are whole, if it is "
         "not the first",
     )
@@ -261,16 +253,6 @@ def _stage(strategy: str, fixed: int | None, stage: int | None) -> int:
     raise StrategyError(
         f"strategy {strategy!r} has no such stage", got=f"stage={stage!r}", fix=fix
     )
-
-
-def _check_results(strategy: str, results: Sequence[str | None] | None) -> None:
-    for role in results or ():
-        if role is not None and role not in ROLES:
-            raise StrategyError(
-                f"strategy {strategy!r} knows no result {role!r}",
-                got=f"results={results!r}",
-                fix=did_you_mean(role, ROLES),
-            )
 
 
 def _declared_roles(

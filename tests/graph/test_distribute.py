@@ -196,9 +196,9 @@ def test_an_update_by_itself_takes_gradients_as_an_argument():
 def specs_of_results(update: Any, **more: Any) -> list[Any]:
     """Where the results of an update of weights and momentum lie, in stage 1."""
     options = {"stage": 1, "params": "weights", "optimizer_state": "momentum"}
-    strategy = ts.distribute("zero_redundancy_optimizer", **options, **more)
+    strategy = ts.distribute("zero_redundancy_optimizer", **options)
     with DP:
-        graph = strategy(update).trace(WEIGHTS, WEIGHTS).graph
+        graph = ts.function(**more)(strategy(update)).trace(WEIGHTS, WEIGHTS).graph
     return [v.spec for v in graph.outputs if v.name.endswith("up")]
 
 
@@ -220,15 +220,11 @@ def test_results_have_to_be_named_where_nothing_shows_what_they_replace():
         "is beside it replace\n"
         "  got: weights/bias, momentum/bias and what is beside them are like it, and "
         "lie differently\n"
-        "  fix: say for each result what it is: results=['params', 'optimizer_state']\n"
+        "  fix: declare the layouts of all results: ts.function(out_specs=...)\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T324.html"
     )
-    named = specs_of_results(update, results=["optimizer_state", "params"])
-    assert named == [P(None, "dp"), P()]
-    text = message(
-        StrategyError, lambda: specs_of_results(update, results=["gradients", None])
-    )
-    assert "a result is declared 'gradients', and is like no such argument" in text
+    layouts = ({"up": P(None, "dp"), "bias": P(), "down": P("dp")}, P())
+    assert specs_of_results(update, out_specs=layouts) == [P(None, "dp"), P()]
 
 
 def test_without_a_mesh_it_takes_every_device():
@@ -369,15 +365,6 @@ def test_an_argument_that_is_named_has_to_exist():
         "  fix: did you mean 'weights'? Known: 'weights', 'optimizer_state', 'batch'\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T313.html"
     )
-
-
-def test_results_are_roles_and_as_many_as_there_are():
-    text = message(StrategyError, lambda: ts.distribute("fsdp", results=["weights"]))
-    assert "strategy 'fsdp' knows no result 'weights'" in text
-    function = ts.distribute("fsdp", results=["params"])(step)
-    with FSDP:
-        text = message(StrategyError, lambda: function(WEIGHTS, zeros(), BATCH))
-    assert "results=('params',), and the function returns 3" in text
 
 
 def test_a_mesh_without_the_axis_is_refused():

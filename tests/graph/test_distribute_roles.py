@@ -311,7 +311,6 @@ def test_what_a_role_is_declared_for_may_hold_no_arrays(strategy, entry):
         params="theta",
         optimizer_state="state",
         batch=["data/x", "data/y", "data/mask"],
-        results=[None, "params", "optimizer_state"],
     )
     def step(theta, state, data):
         loss = loss_of(theta, data)

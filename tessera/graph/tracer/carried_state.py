@@ -148,5 +148,5 @@ def _undecided(result: Part, parts: Sequence[Part]) -> UndecidedRoleError:
         "it replace",
         got=f"{', '.join(others)} and what is beside them are like it, and lie "
         "differently",
-        fix="say for each result what it is: results=['params', 'optimizer_state']",
+        fix="declare the layouts of all results: ts.function(out_specs=...)",
     )

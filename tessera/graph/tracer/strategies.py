@@ -60,7 +60,6 @@ class Strategy:
         over the last.
       declared: Roles of arguments, or of parts of them by path, that the user declares.
       inferred: Roles of other arrays by path, inferred from the function.
-      results: The role of each result, or None for each; None infers them.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Strategy:
     axes: tuple[str, ...]
     declared: Mapping[str, str] = field(default_factory=dict)
     inferred: Mapping[str, str] = field(default_factory=dict)
-    results: tuple[str | None, ...] | None = None
 
     def role(self, path: str) -> str | None:
         """The role of an array of the arguments, as far as that is known."""
@@ -190,7 +188,6 @@ class Strategy:
           call: The arguments.
 
         Raises:
-          StrategyError: [T313] ``results`` has another length than the results.
           UndecidedRoleError: [T324] it is undecided what a result replaces.
         """
         assert graph.mesh is not None, "a strategy has a mesh"
@@ -212,17 +209,10 @@ class Strategy:
         count = sum(map(is_array, jax.tree.leaves(result)))
         names = [value.name for value in graph.outputs[:count]]
         whole = Part.of(result, names)
-        if self.results is None:
-            parts = results_in_parts(whole, arguments)
-            of = [
-                {graph.inputs[i].name for i in f}
-                for f in updated_indices(graph.program)
-            ]
-            new = dict(zip(names, of[:count], strict=True))
-            found = layouts_of_results(parts, arguments, layouts, new)
-        else:
-            parts = list(whole.children()) or [whole]
-            found = self._declared_layouts(parts, arguments, layouts)
+        parts = results_in_parts(whole, arguments)
+        of = [{graph.inputs[i].name for i in f} for f in updated_indices(graph.program)]
+        new = dict(zip(names, of[:count], strict=True))
+        found = layouts_of_results(parts, arguments, layouts, new)
         pairs = zip(parts, found, strict=True)
         known = [
             layout
@@ -233,40 +223,6 @@ class Strategy:
         returned = zip(graph.outputs[:count], known, strict=True)
         specs = [replace(value, spec=spec) for value, spec in returned]
         return graph.with_outputs([*specs, *graph.outputs[count:]])
-
-    def _declared_layouts(
-        self,
-        parts: Sequence[Part],
-        arguments: Sequence[Part],
-        layouts: Mapping[str, PartitionSpec],
-    ) -> list[tuple[PartitionSpec | None, ...]]:
-        """Layouts of results whose roles are declared."""
-        assert self.results is not None, "they are declared"
-        if len(self.results) != len(parts):
-            raise StrategyError(
-                f"strategy {self.name!r} is told of {len(self.results)} results",
-                got=f"results={self.results!r}, and the function returns {len(parts)}",
-                fix="give a role, or None, for each of them",
-            )
-        found: list[tuple[PartitionSpec | None, ...]] = []
-        for role, result in zip(self.results, parts, strict=True):
-            alike = [
-                part
-                for argument in arguments
-                for part in argument.parts()
-                if part.form == result.form
-                and all(key is None or self.role(key) == role for key in part.keys)
-            ]
-            holds_arrays = any(map(is_array, result.leaves))
-            if role is not None and holds_arrays and not alike:
-                raise StrategyError(
-                    f"a result is declared {role!r}, and is like no such argument",
-                    got=f"results={self.results!r}",
-                    fix="declare None for it, or the role of the argument it is like",
-                )
-            keys = alike[0].keys if role and alike else (None,) * len(result.keys)
-            found.append(tuple(None if k is None else layouts[k] for k in keys))
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,8 +99,6 @@ def test_the_array_whose_dims_are_whole_may_be_named():
 def test_roles_that_it_does_not_use_are_refused():
     with pytest.raises(StrategyError, match="goes by annotations, and by one array"):
         ts.distribute("tensor_parallel", params="weight")(linear.body)
-    with pytest.raises(StrategyError, match="goes by annotations, and by one array"):
-        ts.distribute("tensor_parallel", results=["params"])(linear.body)
 
 
 # --- the results and gradients of one device
