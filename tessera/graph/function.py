@@ -199,13 +199,7 @@ class Function:
         self._recent = program
         return self._run(kind, arrays, args, kwargs)
 
-    def _run(
-        self,
-        kind: CallKind,
-        arrays: list[Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _run(self, kind: CallKind, arrays: list[Any], args: Any, kwargs: Any) -> Any:
         """Run the program of one kind of calls; ``ProgramMismatch`` for another."""
         program, compiled = kind.program, kind.program.compiled
         traced = compiled.traced
@@ -252,22 +246,24 @@ class Function:
     # --- calls that run operation by operation
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with self._objects_split(args, kwargs) as call:
-            return call.finish(self._run_eagerly_on(call.args, call.kwargs))
-
-    def _run_eagerly_on(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = self._flatten(args, kwargs)
-        body, options = self._for_objects(call)
-        with changes_explained():
-            values = values_of(args, kwargs)
-            return run_eagerly(body, call, options, values, self._parameter)
+        with self._objects_split(args, kwargs) as split:
+            call = self._flatten(split.args, split.kwargs)
+            body, options = self._for_objects(call)
+            values = values_of(split.args, split.kwargs)
+            with changes_explained():
+                result = run_eagerly(body, call, options, values, self._parameter)
+            return split.finish(result)
 
     def _where_not_finite(
         self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> FloatingPointError:
         """The error of the operation that first makes a NaN or infinity."""
+        call = self._flatten(args, kwargs)
         try:
-            self._run_one_by_one(self._flatten(args, kwargs))
+            with jax.debug_nans(False), jax.debug_infs(False):
+                traced, program = self._jitted(call)
+            with jax.disable_jit():
+                self._outputs(call, traced, program)
         except FloatingPointError as precise:
             return precise
         except RuntimeError:
@@ -326,13 +322,6 @@ class Function:
         origin, values = traced.origin, values_of(args, kwargs)
         write_back(origin.writes, origin.written(outputs), values)
         return origin.unflatten(outputs)
-
-    def _run_one_by_one(self, call: Call) -> None:
-        """Run the operations of the program of a call by themselves."""
-        with jax.debug_nans(False), jax.debug_infs(False):
-            traced, program = self._jitted(call)
-        with jax.disable_jit():
-            self._outputs(call, traced, program)
 
     def _jitted(self, call: Call) -> tuple[Traced, Callable[..., Any]]:
         """The traced program, and the same as ``jax.jit`` takes it."""

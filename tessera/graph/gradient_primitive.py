@@ -219,22 +219,34 @@ def refuse_closure() -> NoReturn:
     )
 
 
-def unreached_error(
-    names: Sequence[str], line: str = "", *, fix: str = ""
-) -> UnconnectedGradientError:
-    """The error for a loss that depends on no parameter of its step.
+def unreached_parameters(program: jaxprs.Program) -> dict[int, frozenset[str]]:
+    """For each ``graph.backward``, the parameters that its loss does not depend on.
 
-    Args:
-      names: The parameters.
-      line: Where ``graph.backward`` was called.
-      fix: What else to do.
+    Raises:
+      UnconnectedGradientError: [T303] a loss depends on no parameter of its step.
     """
+    found: dict[int, frozenset[str]] = {}
+    for index, equation in enumerate(jaxprs.equations(program)):
+        if equation.primitive is gradient_p and "call" in equation.params:
+            sources = jaxprs.sources(program, equation.invars[0], before=index)
+            names, weights = equation.params["names"], equation.invars[1:]
+            if sources.isdisjoint(weights):
+                raise _unreached_error(names, jaxprs.source_line(equation))
+            pairs = zip(names, weights, strict=True)
+            missed = frozenset(name for name, w in pairs if w not in sources)
+            found |= {equation.params["call"]: missed} if missed else {}
+        for inner in jaxprs.inner_programs(equation):
+            found |= unreached_parameters(inner)
+    return found
+
+
+def _unreached_error(names: Sequence[str], line: str) -> UnconnectedGradientError:
     return UnconnectedGradientError(
         "the loss depends on no trainable parameter of the step",
         got=f"none of {len(names)}: {', '.join(map(repr, names[:3]))}"
         + (", …" if len(names) > 3 else "")
         + (f"\ngraph.backward was called at {line}" if line else ""),
-        fix=f"compute the loss from them{fix}",
+        fix="compute the loss from them, at the level where graph.backward is called",
     )
 
 

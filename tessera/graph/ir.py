@@ -60,6 +60,18 @@ class Value:
         """Whether it is a mutable array."""
         return jaxprs.is_reference(self.aval)
 
+    def type_on(self, mesh: Mesh | None) -> Any:
+        """Its type in a program: over Explicit axes it has the layout."""
+        struct = jaxprs.struct(self.aval)
+        if mesh is None or not mesh.explicit_axes or self.spec is None or self.is_ref:
+            return struct
+        whole = [None] * (len(struct.shape) - len(self.spec))  # as in types of JAX
+        spec = self.spec.update(partitions=(*self.spec.partitions, *whole))
+        kind = jaxprs.HOST_MEMORY if self.on_host else None
+        return struct.update(
+            sharding=NamedSharding(mesh.compile_mesh, spec, memory_kind=kind)
+        )
+
     def describe(self) -> str:
         """``batch/tokens: int32[8,16] over P('dp',)`` (role)."""
         shape = ",".join(map(str, self.aval.shape))

@@ -204,7 +204,7 @@ def bind_with_nested(
         return run
 
     if jaxprs.is_shard_map(equation):
-        return jaxprs.bind_shard_map(
+        return primitives.bind_region(
             equation, values, as_function(primitives.body(equation))
         )
 

@@ -219,27 +219,6 @@ def is_transposed(equation: Equation) -> bool:
     return "transpose(" in str(equation.source_info.name_stack)
 
 
-def bind_shard_map(
-    equation: Equation, values: Sequence[Any], body: Callable[..., Sequence[Any]]
-) -> list[Any]:
-    """Bind a ``shard_map`` equation with another body of the same type."""
-    params = equation.params
-
-    def blocks_to_tuple(*blocks: Any) -> tuple[Any, ...]:
-        return tuple(body(*blocks))
-
-    mapped = jax.shard_map(
-        blocks_to_tuple,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=set(params["newly_manual_axes"]),
-    )
-    with source_context(equation):
-        return list(mapped(*values))
-
-
 def is_jit(equation: Equation) -> bool:
     """Whether an equation is a call of a jitted function."""
     return equation.primitive is jit_p

@@ -6,7 +6,7 @@ reads them; a test in ``tests/test_architecture.py`` looks for that.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
@@ -109,6 +109,38 @@ def region(equation: Equation) -> Region:
         frozenset(params["newly_manual_axes"]),
         params["check_vma"],
     )
+
+
+def bind_region(
+    equation: Equation,
+    values: Sequence[Any],
+    body: Callable[..., Sequence[Any]],
+    mesh: Any = None,
+) -> list[Any]:
+    """Apply an SPMD region with another body of the same type, or on another mesh.
+
+    Args:
+      equation: The region.
+      values: Its operands.
+      body: Takes the blocks of one device.
+      mesh: One around it, some of whose axes may be manual; None for the region's own.
+    """
+    own = region(equation)
+    mesh = own.mesh if mesh is None else mesh
+
+    def on_blocks(*blocks: Any) -> tuple[Any, ...]:
+        return tuple(body(*blocks))
+
+    mapped = jax.shard_map(
+        on_blocks,
+        mesh=mesh,
+        in_specs=own.in_specs,
+        out_specs=own.out_specs,
+        check_vma=own.check_vma,
+        axis_names=own.axes - set(mesh.manual_axes),
+    )
+    with jaxprs.source_context(equation):
+        return list(mapped(*values))
 
 
 def calls_with_operands(equation: Equation) -> Iterator[tuple[Program, list[Any]]]:

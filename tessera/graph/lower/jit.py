@@ -9,7 +9,6 @@ XLA chose are compared with the declared ones.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final
@@ -153,7 +152,7 @@ def traced_for_arrays(trace: Trace, graph: Graph, call: Call) -> jax.stages.Trac
 
     of_arrays.__name__ = graph.name
     inputs = graph.inputs[: len(call.leaves)]
-    args, kwargs = call.rebuilt([_struct(graph, value) for value in inputs])
+    args, kwargs = call.rebuilt([value.type_on(graph.mesh) for value in inputs])
     with in_types_of(graph.mesh):
         return jax.jit(of_arrays).trace(*args, **kwargs)
 
@@ -238,18 +237,8 @@ def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
     return jax.lax.with_sharding_constraint(own, graph.sharding(value))
 
 
-def _struct(graph: Graph, value: Value) -> Any:
-    """The type of an input: over Explicit axes it has the layout."""
-    struct = jaxprs.struct(value.aval)
-    if graph.mesh is None or not graph.mesh.explicit_axes or value.spec is None:
-        return struct
-    whole = [None] * (len(struct.shape) - len(value.spec))  # as in types of JAX
-    spec = value.spec.update(partitions=(*value.spec.partitions, *whole))
-    return struct.update(sharding=graph.sharding(replace(value, spec=spec)))
-
-
 def _stored(graph: Graph, value: Value) -> Any:
-    struct = _struct(graph, value)
+    struct = value.type_on(graph.mesh)
     if not graph.is_padded(value):
         return struct
     return struct.update(shape=graph.stored_shape(value))

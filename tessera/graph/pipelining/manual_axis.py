@@ -11,6 +11,7 @@ region that is manual over the pipeline's axis, where some equations have to cha
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -92,20 +93,8 @@ def _nested_region(equation: jaxprs.Equation, operands: Sequence[Any]) -> list[A
     named = {axis for s in specs for names in axes_of_dims(s, len(s)) for axis in names}
     if named & set(mesh.manual_axes):
         _refuse_region(equation, sorted(named & set(mesh.manual_axes)))
-
-    def run(*blocks: Any) -> tuple[Any, ...]:
-        return tuple(jaxprs.evaluate(primitives.body(equation), *blocks))
-
-    mapped = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=region.in_specs,
-        out_specs=region.out_specs,
-        axis_names=region.axes - set(mesh.manual_axes),
-        check_vma=region.check_vma,
-    )
-    with jaxprs.source_context(equation):
-        return list(mapped(*operands))
+    run = partial(jaxprs.evaluate, primitives.body(equation))
+    return primitives.bind_region(equation, operands, run, mesh)
 
 
 def _refuse_region(equation: jaxprs.Equation, axes: Sequence[str]) -> NoReturn:

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from tessera.annotations import Binding
 from tessera.errors import NoMeshError, ParameterNameError
 from tessera.foundations.tree import Skeleton, partition
-from tessera.graph.gradient_primitive import gradient_p, unreached_error
+from tessera.graph.gradient_primitive import unreached_parameters
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.pipeline_primitive import (
     Decision,
@@ -187,7 +186,7 @@ class _Tracing:
             return None
         if mesh is None:
             _refuse_layouts(run, options)
-        if missed := _unreached(graph.program):
+        if missed := unreached_parameters(graph.program):
             self.unreached |= missed  # the next trace leaves these gradients out
             return None
         if self._infer_roles(graph):
@@ -354,16 +353,8 @@ def _run(
 
     _describe(flat, function, [value.name for value in values])
     with scope.opened(here), jaxprs.isolated_trace(), in_types_of(mesh):
-        run.program = jax.make_jaxpr(flat)(*(_struct(v, mesh) for v in values))
+        run.program = jax.make_jaxpr(flat)(*(v.type_on(mesh) for v in values))
     return run
-
-
-def _struct(value: Value, mesh: Mesh | None) -> Any:
-    """The type of an input in a trace: over Explicit axes it has the layout."""
-    struct = jaxprs.struct(value.aval)
-    if mesh is None or value.spec is None or value.is_ref or not mesh.explicit_axes:
-        return struct
-    return struct.update(sharding=NamedSharding(mesh.compile_mesh, value.spec))
 
 
 def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:
@@ -420,33 +411,3 @@ def _inputs_of(parameters: Mapping[str, DistTensor]) -> list[Any]:
         (name, held.shape, held.dtype, held.mesh, held.spec)
         for name, held in parameters.items()
     ]
-
-
-# --- which parameters a loss reaches
-
-
-def _unreached(program: jaxprs.Program) -> dict[int, frozenset[str]]:
-    """For each ``graph.backward``, the parameters that its loss does not depend on."""
-    found: dict[int, frozenset[str]] = {}
-
-    def visit(program: jaxprs.Program) -> None:
-        for index, equation in enumerate(jaxprs.equations(program)):
-            if equation.primitive is gradient_p and "call" in equation.params:
-                sources = jaxprs.sources(program, equation.invars[0], before=index)
-                names, weights = equation.params["names"], equation.invars[1:]
-                found[equation.params["call"]] = frozenset(
-                    name
-                    for name, weight in zip(names, weights, strict=True)
-                    if weight not in sources
-                )
-                if not sources.intersection(weights):
-                    raise unreached_error(
-                        names,
-                        jaxprs.source_line(equation),
-                        fix=", at the level where graph.backward is called",
-                    )
-            for inner in jaxprs.inner_programs(equation):
-                visit(inner)
-
-    visit(program)
-    return {call: names for call, names in found.items() if names}
