@@ -12,8 +12,8 @@ only running on it needs the devices.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -32,6 +32,7 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
+from tessera.foundations.context import holding
 from tessera.foundations.device_grid import (
     checked_axes,
     checked_shape,
@@ -430,14 +431,9 @@ def opened_or_none() -> Mesh | None:
     return meshes[-1] if meshes else None
 
 
-@contextmanager
-def no_mesh_opened() -> Iterator[None]:
+def no_mesh_opened() -> AbstractContextManager[None]:
     """Hide the meshes of every ``with mesh:`` around."""
-    token = _opened.set(())
-    try:
-        yield
-    finally:
-        _opened.reset(token)
+    return holding(_opened, ())
 
 
 def manual_axes() -> Mapping[str, int]:

@@ -9,7 +9,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
 
@@ -24,6 +24,7 @@ from tessera.errors import (
     TensorFormError,
     did_you_mean,
 )
+from tessera.foundations.context import holding
 from tessera.foundations.dtypes import as_dtype as as_dtype
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh, opened_or_none
@@ -43,17 +44,14 @@ _capture: ContextVar[Callable[["DistTensor"], jax.Array] | None] = ContextVar(
 )
 
 
-@contextmanager
-def capturing(callback: Callable[["DistTensor"], jax.Array]) -> Iterator[None]:
+def capturing(
+    callback: Callable[["DistTensor"], jax.Array],
+) -> AbstractContextManager[None]:
     """In this context, using a lazy tensor calls ``callback(tensor)`` instead.
 
     Tracing uses it to turn the tensors that a function closes over into inputs.
     """
-    token = _capture.set(callback)
-    try:
-        yield
-    finally:
-        _capture.reset(token)
+    return holding(_capture, callback)
 
 
 class DistTensor:

@@ -47,7 +47,7 @@ from tessera.analysis.hlo import Shape
 from tessera.analysis.hlo_walk import Node
 from tessera.analysis.replica_groups import num_devices
 from tessera.analysis.sharding_constraints import DeclaredLayout
-from tessera.analysis.windowed_matmuls import Window, WindowedMatmuls
+from tessera.analysis.windowed_matmuls import windowed_kinds
 from tessera.foundations.primitive_properties import SLICES
 
 WRITTEN: Final = "written"
@@ -118,7 +118,7 @@ class Reasons:
         self._variance = DeviceVariance(flow, mesh_shape, inputs)
         # Differences that come from split inputs, not from slices in the program.
         self._stored = DeviceVariance(flow, mesh_shape, inputs, by_rank=False)
-        self._windows = WindowedMatmuls(flow.module)
+        self._windowed = windowed_kinds(flow.module)
         self._fusions = AsynchronousFusions(flow.nodes)
         self._summed: Axes | None = None
         if boundary is not None and self._variance.has_input_layouts:
@@ -146,14 +146,14 @@ class Reasons:
         axes = frozenset(row.axes)
         if _is_written(row):
             return WRITTEN
-        window = None
-        if row.kind == "collective-permute":
-            window = self._windows.window(node.instruction)
-        if window is Window.REDUCE_SCATTER or row.kind in _SUMS:
+        kind = row.kind
+        if kind == "collective-permute":
+            metadata = node.instruction.attributes.get("metadata", "")
+            kind = self._windowed.get(metadata, kind)
+        if kind in _SUMS:
             is_sum = not _only_moves(row) or self._adds_partial_sums(node)
             return SUM if is_sum and self._is_split_sum(node, axes) else ""
-        is_gather = window is Window.ALL_GATHER or row.kind == "all-gather"
-        if is_gather and self._is_stored_split(node, axes):
+        if kind == "all-gather" and self._is_stored_split(node, axes):
             return STORED_SPLIT
         if self.declaration(node, row) or self._is_new_state(node, axes):
             return LAYOUT

@@ -9,8 +9,9 @@ from typing import Any, Final
 import jax
 
 from tessera.errors import OutsideTraceError, TensorFormError
+from tessera.foundations.context import holding
 from tessera.shard import as_dtype
-from tessera.tracing.scope import current, holding
+from tessera.tracing.scope import current
 
 PARAMETER_CAST: Final = "parameter_cast"
 AUTOCAST_OFF: Final = "off"

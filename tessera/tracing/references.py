@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from tessera.errors import WriteBackError
+from tessera.foundations.context import holding
 from tessera.jax_compat import jaxprs
 
 # The mutable arrays that the open call is given.
@@ -64,11 +65,8 @@ def given(references: Sequence[Any]) -> Iterator[None]:
                 got=f"one {jax.typeof(reference)} in two places of the arguments",
                 fix="pass it once, or pass another one: jax.new_ref(ref[...])",
             )
-    token = _given.set(origins)
-    try:
+    with holding(_given, origins):
         yield
-    finally:
-        _given.reset(token)
 
 
 def check_captured(captured: Sequence[Any]) -> None:

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import OutsideTraceError, ParameterNameError
+from tessera.foundations.context import holding as holding
 from tessera.mesh import Mesh, no_mesh_opened, opened_or_none
 from tessera.shard import DistTensor, ShardSpec, capturing, tensor
 from tessera.shard_spec import is_padded, spec_over
 
-_T = TypeVar("_T")
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
 
@@ -159,16 +159,6 @@ _transformed: ContextVar[Mesh | None] = ContextVar("tessera_mesh", default=None)
 def current() -> Scope | None:
     """The scope of the innermost function that Tessera is tracing, if any."""
     return _open.get()
-
-
-@contextmanager
-def holding(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    """A context in which a context variable has a value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def transforming(mesh: Mesh | None) -> AbstractContextManager[None]:

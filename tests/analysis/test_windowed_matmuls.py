@@ -2,7 +2,7 @@
 import pytest
 
 from tessera.analysis.hlo import parse
-from tessera.analysis.windowed_matmuls import Window, WindowedMatmuls
+from tessera.analysis.windowed_matmuls import windowed_kinds
 
 MATMUL = 'metadata={op_name="jit(step)/mlp/dot_general" stack_frame_id=178}'
 OTHER = MATMUL.replace("178", "180")
@@ -25,20 +25,20 @@ ENTRY e {{
 
 
 @pytest.mark.parametrize(
-    ("body", "window"),
+    ("body", "kind"),
     [
-        ("wide.windowed_dot_general_body_ag.1.clone.sunk", Window.ALL_GATHER),
-        ("windowed_dot_general_body_rs", Window.REDUCE_SCATTER),
+        ("wide.windowed_dot_general_body_ag.1.clone.sunk", "all-gather"),
+        ("windowed_dot_general_body_rs", "reduce-scatter"),
         ("region_3.21", None),
     ],
 )
-def test_the_permutes_of_a_windowed_matmul_are_known_by_its_line(body, window):
+def test_the_permutes_of_a_windowed_matmul_are_known_by_its_line(body, kind):
     module = program(body)
-    found = WindowedMatmuls(module)
-    windows = {
-        instruction.name: found.window(instruction)
+    found = windowed_kinds(module)
+    kinds = {
+        instruction.name: found.get(instruction.attributes.get("metadata", ""))
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
         if instruction.opcode == "collective-permute"
     }
-    assert windows == {"inside": window, "before": window, "other": None, "bare": None}
+    assert kinds == {"inside": kind, "before": kind, "other": None, "bare": None}
