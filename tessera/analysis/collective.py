@@ -36,7 +36,7 @@ class Collective:
       source: ``file:line`` of the user's line, or ``""``.
       instruction: XLA's name of it in the compiled program, which profilers show.
       reason: Which declared layout implies it, as in ``planned_collectives.py``:
-        ``written``, ``sum``, ``stored split``, ``layout``; ``""`` where none does.
+        ``written``, ``sum``, ``sharded storage``, ``layout``; ``""`` where none does.
       copies_whole: Whether it replicates an array that each device slices again: what
         XLA calls an involuntary full rematerialization.
       is_async: Whether the program may compute while it is under way.

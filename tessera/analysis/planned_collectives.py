@@ -12,7 +12,7 @@ sum
     contracted dim a layout splits, the loss of a batch. The axis splits an input of the
     computation, or appears in a layout declared inside or for a result. Over any other
     axis the partitioner has split the work by itself.
-stored split
+sharded storage
     It gathers an array that the program takes split over an axis, for a computation
     that another array splits over the same axis: the weights of ``fsdp``, gathered for
     a batch that ``fsdp`` splits too.
@@ -52,7 +52,7 @@ from tessera.foundations.primitive_properties import SLICES
 
 WRITTEN: Final = "written"
 SUM: Final = "sum"
-STORED_SPLIT: Final = "stored split"
+SHARDED_STORAGE: Final = "sharded storage"
 LAYOUT: Final = "layout"
 
 # JAX's names of collectives. The partitioner's have the name of what they serve.
@@ -153,8 +153,8 @@ class Reasons:
         if kind in _SUMS:
             is_sum = not _only_moves(row) or self._adds_partial_sums(node)
             return SUM if is_sum and self._is_split_sum(node, axes) else ""
-        if kind == "all-gather" and self._is_stored_split(node, axes):
-            return STORED_SPLIT
+        if kind == "all-gather" and self._gathers_storage(node, axes):
+            return SHARDED_STORAGE
         if self.declaration(node, row) or self._is_new_state(node, axes):
             return LAYOUT
         return ""
@@ -233,7 +233,7 @@ class Reasons:
         sources = {each.instruction.opcode for each in follow(operands, behind)}
         return sources <= {*_CONTRACTIONS, "constant"} and bool(sources)
 
-    def _is_stored_split(self, node: Node, axes: Axes) -> bool:
+    def _gathers_storage(self, node: Node, axes: Axes) -> bool:
         """Whether inputs are gathered for what something else splits over the axis."""
         stored = all(
             any(axes <= self._over(array) for array in self._inputs(operand))

@@ -29,8 +29,8 @@ class Dim:
 
     Example:
       >>> dim = Dim("3*D_head*H")
-      >>> dim.coefficient, dim.symbols, dim.is_product, dim.size
-      (3, ('D_head', 'H'), True, None)
+      >>> dim.symbols, dim.product, dim.size
+      (('D_head', 'H'), (3, ('D_head', 'H')), None)
     """
 
     text: str
@@ -55,19 +55,14 @@ class Dim:
         return tuple(dict.fromkeys(name.id for name in names))
 
     @functools.cached_property
-    def factors(self) -> tuple[str, ...]:
-        """The symbols of a product, with repetitions; none for a sum."""
-        return self._product[1] if self._product else ()
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it is a coefficient times symbols: ``B``, ``3*D_head*H``."""
-        return bool(self.factors)
+    def product(self) -> tuple[int, tuple[str, ...]] | None:
+        """Of a product such as ``3*D_head*H``, its coefficient and its symbols."""
+        return _as_product(self._parsed) if self.symbols else None
 
     @property
     def coefficient(self) -> int:
         """The integer factor of a product; 1 if there is none."""
-        return self._product[0] if self._product and self.is_product else 1
+        return self.product[0] if self.product else 1
 
     @functools.cached_property
     def size(self) -> int | None:
@@ -86,12 +81,6 @@ class Dim:
     @functools.cached_property
     def _parsed(self) -> ast.expr:
         return ast.parse(self.text, mode="eval").body
-
-    @functools.cached_property
-    def _product(self) -> tuple[int, tuple[str, ...]] | None:
-        if self.is_variadic or self.is_anonymous:
-            return None
-        return _as_product(self._parsed)
 
     def __str__(self) -> str:
         return self.text

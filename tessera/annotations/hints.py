@@ -33,8 +33,8 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Annotation]:
       >>> annotations = annotations_of(attention)
       >>> outer = set(annotations["x"].symbols)
       >>> inner = [dim for dim in annotations["w"].dims if not outer & set(dim.symbols)]
-      >>> [(dim.text, dim.coefficient, dim.symbols) for dim in inner]
-      [('3*D_head*H', 3, ('D_head', 'H'))]
+      >>> [(dim.text, dim.symbols) for dim in inner]
+      [('3*D_head*H', ('D_head', 'H'))]
     """
     annotations: dict[str, Annotation] = {}
     for name, hint in hints_of(function).items():

@@ -143,11 +143,12 @@ def _unknown_products(
     products: list[NamedSize] = []
     for constraint in constraints:
         dim = constraint.dim
-        if not dim.is_product:
+        if dim.product is None:
             continue  # a sum of unknowns is not determined
-        unknown = solution.unknown(dim.factors)
-        factors = (solution.sizes[s] for s in dim.factors if s in solution.sizes)
-        factor = dim.coefficient * math.prod(factors)
+        coefficient, symbols = dim.product
+        unknown = solution.unknown(symbols)
+        known = (solution.sizes[s] for s in symbols if s in solution.sizes)
+        factor = coefficient * math.prod(known)
         if factor == 0 or constraint.size % factor:
             solution.problems.append(
                 f"{dim} is {constraint.size} by {constraint.source}, "

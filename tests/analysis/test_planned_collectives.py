@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import dist, op
 from tessera.analysis.ledger import collectives
-from tessera.analysis.planned_collectives import LAYOUT, STORED_SPLIT, SUM, WRITTEN
+from tessera.analysis.planned_collectives import LAYOUT, SHARDED_STORAGE, SUM, WRITTEN
 from tessera.errors import BudgetError
 
 # What was compiled elsewhere has the lines of elsewhere.
@@ -68,7 +68,7 @@ def test_sums_over_a_split_batch_and_over_split_weights_are_planned(grid_mesh):
     found.assert_budget(unplanned=0, tp=16 * 64 * 4, dp=2 * 64 * 64 * 4)
 
 
-def test_weights_that_are_stored_split_are_gathered_for_a_split_batch(dp_mesh):
+def test_weights_with_sharded_storage_are_gathered_for_a_split_batch(dp_mesh):
     def held(x):
         return lax.with_sharding_constraint(x, NamedSharding(dp_mesh.jax, P("dp")))
 
@@ -85,7 +85,7 @@ def test_weights_that_are_stored_split_are_gathered_for_a_split_batch(dp_mesh):
         step, dp_mesh, PARAMS, f32(32, 64), params=specs, x=P("dp"), out=specs
     )
     gathers = [row for row in found.rows if row.kind == "all-gather"]
-    assert {row.reason for row in gathers} == {STORED_SPLIT}
+    assert {row.reason for row in gathers} == {SHARDED_STORAGE}
     assert found.unplanned == ()
 
 
@@ -105,7 +105,7 @@ def test_stacked_weights_are_gathered_layer_by_layer(dp_mesh):
         step, dp_mesh, f32(3, 64, 64), f32(32, 64), ups=spec, x=P("dp"), out=spec
     )
     gathers = [row for row in found.rows if row.kind == "all-gather"]
-    assert {(row.reason, row.calls) for row in gathers} == {(STORED_SPLIT, 3)}
+    assert {(row.reason, row.calls) for row in gathers} == {(SHARDED_STORAGE, 3)}
     assert found.unplanned == ()
 
 

@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.ledger import collectives
-from tessera.analysis.planned_collectives import STORED_SPLIT, SUM
+from tessera.analysis.planned_collectives import SHARDED_STORAGE, SUM
 
 
 class OfTarget:
@@ -25,7 +25,7 @@ OVER_ALL = (
 )
 
 
-@pytest.mark.parametrize(("other", "reason"), [("down", STORED_SPLIT), ("sum", "")])
+@pytest.mark.parametrize(("other", "reason"), [("down", SHARDED_STORAGE), ("sum", "")])
 def test_gathers_that_are_combined_and_asynchronous_are_followed(
     dp_mesh, other, reason
 ):
