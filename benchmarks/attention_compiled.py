@@ -183,7 +183,7 @@ def kernel_row(
 
 def tables_of(case: Case) -> Any:
     """The tables of the kernels of a case."""
-    blocks = splash.Blocks.of(LENGTH, splash.MAX_BLOCK)
+    blocks = splash.SequenceBlocks.of(LENGTH, splash.MAX_BLOCK)
     options = Options(True, 1.0, case.window)
     mask = splash.BandMask.of(blocks, blocks, options)
     return splash._kernel(mask, 50.0 if case.packed else None, False)

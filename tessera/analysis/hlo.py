@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tessera.analysis.source_lines import Frame
+from tessera.analysis.source_lines import StackFrame
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # other dtypes end with theirs
 
@@ -184,16 +184,18 @@ class Module:
         """The body of a ``while``."""
         return self.computations[loop.called["body"][0]]
 
-    def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
+    def frames(self, instruction: Instruction) -> tuple[StackFrame, ...]:
         """The Python stack of an instruction, innermost frame first; may be empty."""
         metadata = instruction._metadata
         if stack := metadata(r"stack_frame_id=(\d+)"):
             return tuple(self._stack(int(stack)))
         if file := metadata(f"source_file={_QUOTED}"):
-            return (Frame(_unescaped(file), int(metadata(r"source_line=(\d+)") or 0)),)
+            return (
+                StackFrame(_unescaped(file), int(metadata(r"source_line=(\d+)") or 0)),
+            )
         return ()
 
-    def _stack(self, frame: int) -> Iterator[Frame]:
+    def _stack(self, frame: int) -> Iterator[StackFrame]:
         stack = self.tables["StackFrames"]
         # A parent comes before its child. A first frame that names a parent therefore
         # shows that this XLA prints the parent's number plus one, and one for "none".
@@ -202,9 +204,9 @@ class Module:
             yield self._location(_number(stack[frame], "file_location_id"))
             frame = _number(stack[frame], "parent_frame_id") - shift
 
-    def _location(self, number: int) -> Frame:
+    def _location(self, number: int) -> StackFrame:
         location = self.tables["FileLocations"].get(number, "")
-        return Frame(
+        return StackFrame(
             self._name("FileNames", _number(location, "file_name_id")),
             _number(location, "line"),
             self._name("FunctionNames", _number(location, "function_name_id")),

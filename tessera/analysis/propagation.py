@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera.analysis.source_lines import Frame, short, user_line
+from tessera.analysis.source_lines import StackFrame, short, user_line
 from tessera.analysis.tables import aligned
 from tessera.jax_compat import mlir
 from tessera.mesh import Mesh
@@ -137,7 +137,7 @@ class _Walk:
         path, stack = mlir.operation_place(op)
         path = context.prefix + path
         # A function that JAX lowers once for all its calls has no line of its own.
-        source = user_line(Frame(*frame) for frame in stack) or context.source
+        source = user_line(StackFrame(*frame) for frame in stack) or context.source
         callee = _symbol(op.attributes["callee"]) if name == "call" else ""
         if callee and callee not in self._entered:
             self._entered.add(callee)

@@ -13,7 +13,7 @@ from tessera.jax_compat import jaxprs
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StackFrame:
     """One line of a Python stack."""
 
     file: str
@@ -24,7 +24,7 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
-def user_line(frames: Iterable[Frame]) -> str:
+def user_line(frames: Iterable[StackFrame]) -> str:
     """``file:line`` of the innermost frame in the user's code, or ``""``.
 
     Args:
@@ -32,8 +32,8 @@ def user_line(frames: Iterable[Frame]) -> str:
         innermost is used.
 
     Example:
-      >>> inner = Frame("/venv/site-packages/jax/lax.py", 9)
-      >>> user_line([inner, Frame("/me/train.py", 3)])
+      >>> inner = StackFrame("/venv/site-packages/jax/lax.py", 9)
+      >>> user_line([inner, StackFrame("/me/train.py", 3)])
       '/me/train.py:3'
     """
     frames = list(frames)

@@ -34,7 +34,7 @@ _BOOL: Final = np.dtype(bool)
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class EnclosingLoop:
     """A loop that a value is computed in.
 
     Attributes:
@@ -66,7 +66,7 @@ class Site:
     """
 
     number: int = 0
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[EnclosingLoop, ...] = ()
     result: int = 0
     operation: str = ""
     shape: tuple[int, ...] = ()
@@ -206,7 +206,7 @@ class _Collector:
         constants = operands[:num_constants]
         start = list(operands[num_constants:][:num_carries])
         stacked = list(operands[num_constants + num_carries :])
-        loop = Loop(here.number, options["length"], options["reverse"])
+        loop = EnclosingLoop(here.number, options["length"], options["reverse"])
         around = replace(here, loops=(*here.loops, loop))
         inside: list[Site] = []
 

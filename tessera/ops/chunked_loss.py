@@ -26,7 +26,14 @@ from jax.sharding import PartitionSpec
 
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.ops.attention.blockwise import varying_alike
-from tessera.ops.loss_chunks import Call, Head, Operands, Split, Terms, chunked
+from tessera.ops.loss_chunks import (
+    Head,
+    LossCall,
+    LossLayout,
+    LossOperands,
+    Terms,
+    chunked,
+)
 from tessera.ops.losses import Reduction, as_labels, reduced
 from tessera.ops.operand_layouts import is_traced, map_free_axes, region_mesh
 from tessera.shard_spec import axes_of_dims, spec_of_axes
@@ -38,7 +45,7 @@ def fused_loss(
     head: Head,
     hidden: Array,
     labels: Array,
-    split: Split | None,
+    split: LossLayout | None,
     reduction: Reduction = "mean",
     chunk_size: int | None = None,
 ) -> Array:
@@ -61,8 +68,8 @@ def fused_loss(
         split = None
     hidden, weight, bias, labels = varying_alike(hidden, *head, labels)
     dtypes = hidden.dtype.name, weight.dtype.name
-    call = Call(terms, split, chunk_size, dtypes, reduction == "none")
-    operands = Operands(hidden, Head(weight, bias), labels)
+    call = LossCall(terms, split, chunk_size, dtypes, reduction == "none")
+    operands = LossOperands(hidden, Head(weight, bias), labels)
     traced = is_traced(*jax.tree.leaves(operands))
     loss = (_loss if traced else _compiled_loss)(call, operands)
     if reduction == "none":
@@ -71,20 +78,20 @@ def fused_loss(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: Call, operands: Operands) -> Array:
+def _loss(call: LossCall, operands: LossOperands) -> Array:
     """The loss of each token, or their sum."""
     losses, _ = _sharded(call, operands, differentiate=False)
     return losses if call.per_token else losses.sum()
 
 
-def _forward(call: Call, operands: Operands) -> tuple[Array, Operands]:
+def _forward(call: LossCall, operands: LossOperands) -> tuple[Array, LossOperands]:
     if call.per_token:  # each with a cotangent that only the backward pass knows
         return _sharded(call, operands, differentiate=False)[0], operands
     losses, gradients = _sharded(call, operands, differentiate=True)
     return losses.sum(), gradients
 
 
-def _backward(call: Call, residuals: Operands, cotangent: Array) -> Any:
+def _backward(call: LossCall, residuals: LossOperands, cotangent: Array) -> Any:
     if call.per_token:
         operands = residuals._replace(cotangents=cotangent)
         _, gradients = _sharded(call, operands, differentiate=True)
@@ -97,7 +104,7 @@ def _backward(call: Call, residuals: Operands, cotangent: Array) -> Any:
     hidden, head = gradients.hidden, gradients.head
     of_hidden, of_head = call.dtypes
     head = _cast(head, of_head)
-    return (Operands(hidden.astype(of_hidden), head),)
+    return (LossOperands(hidden.astype(of_hidden), head),)
 
 
 _loss.defvjp(_forward, _backward)
@@ -105,7 +112,7 @@ _loss.defvjp(_forward, _backward)
 _compiled_loss = CorrectJit(_loss, static_argnums=0)
 
 
-def _sharded(call: Call, operands: Operands, *, differentiate: bool) -> Any:
+def _sharded(call: LossCall, operands: LossOperands, *, differentiate: bool) -> Any:
     """Losses laid out as the labels, and f32 gradients laid out as their operands."""
     weight = operands.head.weight.astype(operands.hidden.dtype)
     if call.split is not None and call.split.weight is not None:
@@ -121,8 +128,8 @@ def _sharded(call: Call, operands: Operands, *, differentiate: bool) -> Any:
     vocabulary: Any = split.vocabulary or None
     dims = (None, vocabulary) if call.terms.vocab_dim else (vocabulary, None)
     head = Head(PartitionSpec(*dims), PartitionSpec(vocabulary))
-    gradients = Operands(split.tokens, head) if differentiate else None
-    in_specs = (Operands(split.tokens, head, split.tokens, split.tokens),)
+    gradients = LossOperands(split.tokens, head) if differentiate else None
+    in_specs = (LossOperands(split.tokens, head, split.tokens, split.tokens),)
     results = (split.tokens, gradients)
     mesh = region_mesh(split.mesh)
     losses, gradients = map_free_axes(on_device, mesh, in_specs, results)(operands)
@@ -136,7 +143,7 @@ def _sharded(call: Call, operands: Operands, *, differentiate: bool) -> Any:
     return losses, gradients
 
 
-def _gathers_last_dim(call: Call) -> bool:
+def _gathers_last_dim(call: LossCall) -> bool:
     """Whether devices gather the weight along its last dim, on GPUs.
 
     NCCL concatenates along the outermost dim in memory, so the gathered weight is
@@ -150,7 +157,7 @@ def _gathers_last_dim(call: Call) -> bool:
     return scope.device().platform == "gpu" and not gathered[0] and bool(gathered[1])
 
 
-def _transposed(call: Call) -> Call:
+def _transposed(call: LossCall) -> LossCall:
     """The call for the transposed weight."""
     assert call.split is not None
     assert call.split.weight is not None
@@ -160,10 +167,10 @@ def _transposed(call: Call) -> Call:
     return replace(call, split=split, terms=terms)
 
 
-def _on_device(call: Call, differentiate: bool, operands: Operands) -> Any:
+def _on_device(call: LossCall, differentiate: bool, operands: LossOperands) -> Any:
     """Losses and gradients of the tokens of one device."""
     hidden, head, labels, cotangents = operands
-    tokens = Operands(
+    tokens = LossOperands(
         hidden.reshape(-1, hidden.shape[-1]),
         head,
         labels.reshape(-1),
@@ -174,7 +181,7 @@ def _on_device(call: Call, differentiate: bool, operands: Operands) -> Any:
         of_head = gradients.head
         if call.split and (axes := call.split.token_axes):
             of_head = lax.psum(_cast(of_head, call.split.sums), axes)
-        gradients = Operands(gradients.hidden.reshape(hidden.shape), of_head)
+        gradients = LossOperands(gradients.hidden.reshape(hidden.shape), of_head)
     return losses.reshape(labels.shape), gradients
 
 

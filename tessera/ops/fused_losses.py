@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.ops.chunked_loss import fused_loss
-from tessera.ops.loss_chunks import Head, Split, Terms
+from tessera.ops.loss_chunks import Head, LossLayout, Terms
 from tessera.ops.losses import Reduction, check_settings
 from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array, layout_of
@@ -90,7 +90,9 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
     )
 
 
-def _split_of(hidden: Any, weight: Any, labels: Any, vocab_dim: int) -> Split | None:
+def _split_of(
+    hidden: Any, weight: Any, labels: Any, vocab_dim: int
+) -> LossLayout | None:
     """How the operands are sharded, by their layouts; None where these do not say.
 
     Replicated labels say nothing about tokens that are computed in a trace. Arrays that
@@ -114,7 +116,7 @@ def _split_of(hidden: Any, weight: Any, labels: Any, vocab_dim: int) -> Split | 
     words = tuple(axis for axis in words if axis not in token_axes)
     if of_tokens is None and mesh.axis_size(words) < mesh.size:
         return None
-    return Split(mesh, tokens, words)
+    return LossLayout(mesh, tokens, words)
 
 
 def _check(

@@ -68,7 +68,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class LossLayout:
     """How the operands are sharded over a mesh.
 
     Attributes:
@@ -92,7 +92,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Call:
+class LossCall:
     """The static arguments of a call.
 
     Attributes:
@@ -104,7 +104,7 @@ class Call:
     """
 
     terms: Terms
-    split: Split | None
+    split: LossLayout | None
     chunk_size: int | None
     dtypes: tuple[str, str]
     per_token: bool
@@ -115,7 +115,7 @@ class Call:
         return self.split.vocabulary if self.split else ()
 
 
-class Operands(NamedTuple):
+class LossOperands(NamedTuple):
     """The arrays of a call, or their gradients.
 
     Attributes:
@@ -154,7 +154,7 @@ def chunk_rows(tokens: int, vocabulary: int, platform: str) -> int:
     return max(min(rows, tokens), 1)
 
 
-def chunked(call: Call, differentiate: bool, tokens: Operands) -> Any:
+def chunked(call: LossCall, differentiate: bool, tokens: LossOperands) -> Any:
     """Losses f32 ``[N]``, and the gradients of their sum, weighted by any cotangents.
 
     Each matmul contracts one dim of two-dim operands. That of the weight's gradient has
@@ -167,7 +167,7 @@ def chunked(call: Call, differentiate: bool, tokens: Operands) -> Any:
     terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
     words, width = head.weight.shape[:: -1 if terms.vocab_dim else 1]
 
-    def one(sums: Any, chunk: Operands) -> tuple[Any, Any]:
+    def one(sums: Any, chunk: LossOperands) -> tuple[Any, Any]:
         losses, by_logits, by_bias = _in_parts(call, differentiate, chunk)
         if by_logits is None:
             return sums, (losses, None)
@@ -193,10 +193,10 @@ def chunked(call: Call, differentiate: bool, tokens: Operands) -> Any:
         sums.weight if terms.vocab_dim else sums.weight.T
     ) / terms.gradient_scale
     by_bias = None if sums.bias is None else sums.bias / terms.gradient_scale
-    return losses, Operands(by_hidden, Head(by_weight, by_bias))
+    return losses, LossOperands(by_hidden, Head(by_weight, by_bias))
 
 
-def _in_parts(call: Call, differentiate: bool, chunk: Operands) -> Any:
+def _in_parts(call: LossCall, differentiate: bool, chunk: LossOperands) -> Any:
     """The losses of a chunk, its gradients by the logits, and their sum for the bias.
 
     A part of the chunk has f32 logits at a time; the gradients are in the dtype of the
@@ -204,7 +204,7 @@ def _in_parts(call: Call, differentiate: bool, chunk: Operands) -> Any:
     written to add to it, which on a GPU takes the time of the matmul.
     """
 
-    def one(part: Operands) -> tuple[Array, Array | None, Array | None]:
+    def one(part: LossOperands) -> tuple[Array, Array | None, Array | None]:
         losses, by_logits = _losses_of_chunk(call, differentiate, part)
         if by_logits is None:
             return losses, None, None
@@ -217,7 +217,7 @@ def _in_parts(call: Call, differentiate: bool, chunk: Operands) -> Any:
 
     def half(tokens: tuple[Any, ...]) -> Any:
         hidden, labels, cotangents = tokens
-        return one(Operands(hidden, chunk.head, labels, cotangents))
+        return one(LossOperands(hidden, chunk.head, labels, cotangents))
 
     tokens = chunk.hidden, chunk.labels, chunk.cotangents
 
@@ -236,7 +236,7 @@ def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:
 
 
 def _losses_of_chunk(
-    call: Call, differentiate: bool, tokens: Operands
+    call: LossCall, differentiate: bool, tokens: LossOperands
 ) -> tuple[Array, Array | None]:
     """f32 losses ``[C]``, and gradients by the logits, f32 ``[C, V]``.
 
@@ -305,7 +305,9 @@ def _without_padding(logits: Array, first: Array | int, words: int) -> Array:
     return jnp.where(index < words, logits, -jnp.inf)
 
 
-def _over_chunks(call: Call, function: Any, carry: Any, tokens: Operands) -> Any:
+def _over_chunks(
+    call: LossCall, function: Any, carry: Any, tokens: LossOperands
+) -> Any:
     """``lax.scan`` over chunks of tokens, as even as possible.
 
     The last chunk is padded with ignored tokens.
@@ -329,7 +331,7 @@ def _over_chunks(call: Call, function: Any, carry: Any, tokens: Operands) -> Any
 
     def one(carry: Any, chunk: Any) -> Any:
         hidden, labels, cotangents = chunk
-        return function(carry, Operands(hidden, tokens.head, labels, cotangents))
+        return function(carry, LossOperands(hidden, tokens.head, labels, cotangents))
 
     chunked = (
         split(tokens.hidden),

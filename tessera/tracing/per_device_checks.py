@@ -102,7 +102,7 @@ def _of_type(variable: Any) -> _Value:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Surroundings:
     """Where an equation is.
 
     Attributes:
@@ -116,10 +116,10 @@ class _Place:
     in_backward: bool = False
     in_loop: bool = False
 
-    def inside(self, equation: jaxprs.Equation) -> "_Place":
+    def inside(self, equation: jaxprs.Equation) -> "_Surroundings":
         """The place of an equation, and of those in its nested programs."""
         is_loop = equation.primitive.name in ("scan", "while")
-        return _Place(
+        return _Surroundings(
             self.call or (equation if jaxprs.is_jit(equation) else None),
             self.in_backward or jaxprs.is_transposed(equation),
             self.in_loop or is_loop,
@@ -140,7 +140,7 @@ class _Checks:
         self,
         program: jaxprs.Program,
         inputs: Sequence[_Value],
-        around: _Place = _Place(),
+        around: _Surroundings = _Surroundings(),
     ) -> list[_Value]:
         """What is known of a program's outputs, of that of its inputs."""
         known = dict(zip(jaxprs.inputs(program), inputs, strict=True))
@@ -161,7 +161,7 @@ class _Checks:
         return read(jaxprs.outputs(program))
 
     def _results(
-        self, equation: jaxprs.Equation, operands: list[_Value], place: _Place
+        self, equation: jaxprs.Equation, operands: list[_Value], place: _Surroundings
     ) -> list[_Value]:
         name = equation.primitive.name
         line = jaxprs.source_line(place.call or equation)

@@ -5,7 +5,7 @@ import pytest
 
 from tessera.analysis import hlo
 from tessera.analysis.hlo import Shape
-from tessera.analysis.source_lines import Frame
+from tessera.analysis.source_lines import StackFrame
 
 # What was compiled elsewhere has the lines of elsewhere.
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -127,9 +127,9 @@ ENTRY main {
 def test_stack_frames_come_innermost_first(module):
     root = module.computations[module.entry].root
     assert module.frames(root) == (
-        Frame("/venv/site-packages/jax/lax.py", 99, "dot"),
-        Frame("/home/me/train.py", 12, "step"),
-        Frame("/home/me/train.py", 40, "<module>"),
+        StackFrame("/venv/site-packages/jax/lax.py", 99, "dot"),
+        StackFrame("/home/me/train.py", 12, "step"),
+        StackFrame("/home/me/train.py", 40, "<module>"),
     )
 
 
@@ -152,7 +152,7 @@ ENTRY main {
 }"""
     module = hlo.parse(text)
     root = module.computations["main"].root
-    assert module.frames(root) == (Frame("a/b.py", 7),)
+    assert module.frames(root) == (StackFrame("a/b.py", 7),)
     assert root.operands == ("1",)
 
 
@@ -161,11 +161,13 @@ def test_names_with_spaces_quotes_and_letters_of_any_language_are_as_they_were()
     text = table.replace("with {odd} text", r"\303\251tape \"a\"")
     module = hlo.parse(text)
     root = module.computations[module.entry].root
-    assert module.frames(root)[1] == Frame('/home/Jörg x/a "b".py', 12, "step")
+    assert module.frames(root)[1] == StackFrame('/home/Jörg x/a "b".py', 12, "step")
     assert root.op_name == 'jit(step)/dot_general, étape "a"'
     old = text.replace("stack_frame_id=3", r'source_file="\303\266.py" source_line=4')
     module = hlo.parse(old)
-    assert module.frames(module.computations[module.entry].root) == (Frame("ö.py", 4),)
+    assert module.frames(module.computations[module.entry].root) == (
+        StackFrame("ö.py", 4),
+    )
 
 
 def test_an_instruction_without_metadata_has_no_stack(module):

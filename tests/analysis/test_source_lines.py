@@ -5,18 +5,18 @@ import flax
 import jax
 import pytest
 
-from tessera.analysis.source_lines import Frame, short, user_line
+from tessera.analysis.source_lines import StackFrame, short, user_line
 from tessera.jax_compat.lines import PACKAGE, is_library_code
 
-JAX = Frame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
-FLAX = Frame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
-MACHINERY = Frame(str(PACKAGE / "graph" / "rewriting.py"), 7)
-MODEL = Frame(str(PACKAGE / "models" / "gemma3.py"), 6)
-USER = Frame("/home/me/train.py", 5, "step")
+JAX = StackFrame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
+FLAX = StackFrame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
+MACHINERY = StackFrame(str(PACKAGE / "graph" / "rewriting.py"), 7)
+MODEL = StackFrame(str(PACKAGE / "models" / "gemma3.py"), 6)
+USER = StackFrame("/home/me/train.py", 5, "step")
 
 
 def test_the_line_is_the_innermost_one_that_the_user_wrote():
-    outer = Frame("/home/me/main.py", 1)
+    outer = StackFrame("/home/me/main.py", 1)
     assert user_line([JAX, FLAX, MACHINERY, USER, outer]) == "/home/me/train.py:5"
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.debug.differences import Difference, MeshComparison, Report, difference
-from tessera.debug.intermediates import Loop, Site
+from tessera.debug.intermediates import EnclosingLoop, Site
 from tessera.mesh import Mesh
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -109,7 +109,7 @@ def test_another_shape_is_a_difference():
 
 @pytest.mark.parametrize(("is_reversed", "first"), [(False, 1), (True, 3)])
 def test_in_a_loop_the_first_iteration_in_time_counts(is_reversed, first):
-    site = replace(SITE, loops=(Loop(2, 4, is_reversed),))
+    site = replace(SITE, loops=(EnclosingLoop(2, 4, is_reversed),))
     expected = np.ones((4, 2, 3), np.float32)
     value = changed(([1, 2, 3], 0, 1), np.array([5, 7, 9]), expected)
     found = difference(site, expected, value)

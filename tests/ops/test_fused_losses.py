@@ -18,7 +18,7 @@ from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.fused_losses import fused_linear_cross_entropy
-from tessera.ops.loss_chunks import Head, Split, Terms, chunk_rows
+from tessera.ops.loss_chunks import Head, LossLayout, Terms, chunk_rows
 from tessera.ops.losses import cross_entropy
 from tessera.tracing import scope
 
@@ -305,7 +305,7 @@ def test_a_weight_that_is_gathered_along_its_last_dim_is_transposed_on_gpus(
     mesh = Mesh(("fsdp", "tp"), shape=(4, 2))
     # Of [V, D] the width is the last dim, of [D, V] the vocabulary.
     dims = ("tp", "fsdp") if vocab_dim == 0 else (None, ("tp", "fsdp"))
-    split = Split(mesh, P("fsdp"), ("tp",), P(*dims))
+    split = LossLayout(mesh, P("fsdp"), ("tp",), P(*dims))
 
     def loss(hidden, weight, bias):
         head = Head(weight, bias)

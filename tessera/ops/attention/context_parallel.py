@@ -19,7 +19,7 @@ from tessera.errors import CollectiveError, HeadCountError, OperandError
 from tessera.mesh import Mesh, manual_axes
 from tessera.ops.attention.blockwise import all_varying
 from tessera.ops.attention.context_parallel_variants import (
-    Plan,
+    LayerVariants,
     attend_on_device,
     wire_of,
 )
@@ -160,7 +160,7 @@ def _on_device(
         check_exchange(q.shape[2], k.shape[2], size, axis)
     arrangement = Arrangement("zigzag" if method == "zigzag" else "contiguous", size)
     sharding = ContextSharding(axis, arrangement, options.causal, wire_of(q.dtype))
-    plan = Plan.of(
+    variants = LayerVariants.of(
         "all_to_all" if method == "all_to_all" else "ring",
         sharding,
         q.shape[1] * size,
@@ -169,7 +169,7 @@ def _on_device(
     if segments is not None:
         segments = lax.all_gather(segments, axis, axis=1, tiled=True)
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    return attend_on_device(plan, *all_varying(axis, q, k, v, segments))
+    return attend_on_device(variants, *all_varying(axis, q, k, v, segments))
 
 
 def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:

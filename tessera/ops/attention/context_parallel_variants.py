@@ -36,7 +36,7 @@ NO_WINDOW: Final = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerVariants:
     """The variants of context-parallel attention that the layers of a model use.
 
     Attributes:
@@ -57,8 +57,8 @@ class Plan:
         sharding: ContextSharding,
         length: int,
         window: int | None = None,
-    ) -> "Plan":
-        """The plan for sequences of ``length`` tokens over all devices.
+    ) -> "LayerVariants":
+        """The variants for sequences of ``length`` tokens over all devices.
 
         Raises:
           ShardDivisibilityError: [T201] the devices' chunks do not divide them.
@@ -84,7 +84,7 @@ def wire_of(dtype: Any) -> str | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_on_device(
-    plan: Plan,
+    variants: LayerVariants,
     q: Array,
     k: Array,
     v: Array,
@@ -94,7 +94,7 @@ def attend_on_device(
     """The output of this device's queries, in an SPMD region.
 
     Args:
-      plan: The variants.
+      variants: The variants.
       q: ``[B, S, H, K]``, scaled; S are the tokens of this device.
       k: ``[B, S, G, K]``, G dividing H.
       v: ``[B, S, G, K]``.
@@ -106,52 +106,54 @@ def attend_on_device(
     Returns:
       ``[B, S, H, K]`` in the dtype of ``q``.
     """
-    return _forward(plan, q, k, v, segments, sees_all)[0]
+    return _forward(variants, q, k, v, segments, sees_all)[0]
 
 
-def _forward(plan: Plan, *operands: Any) -> Any:
+def _forward(variants: LayerVariants, *operands: Any) -> Any:
     *_, segments, sees_all = operands
-    out, residuals = _run(plan, "forward", operands[:-1], sees_all)
+    out, residuals = _run(variants, "forward", operands[:-1], sees_all)
     out = checkpoint_name(out, ATTENTION_RESIDUALS)
     lse = checkpoint_name(residuals.lse, ATTENTION_RESIDUALS)
     return out, (out, residuals._replace(lse=lse), segments, sees_all)
 
 
 def _backward(
-    plan: Plan,
+    variants: LayerVariants,
     residuals: tuple[Array, Residuals, Array | None, Array | None],
     dout: Array,
 ) -> Any:
     out, saved, segments, sees_all = residuals
-    gradients = _run(plan, "backward", (saved, out, dout, segments), sees_all)
+    gradients = _run(variants, "backward", (saved, out, dout, segments), sees_all)
     return *gradients, None, None
 
 
 attend_on_device.defvjp(_forward, _backward)
 
 
-def _run(plan: Plan, name: str, operands: Sequence[Any], sees_all: Array | None) -> Any:
+def _run(
+    variants: LayerVariants, name: str, operands: Sequence[Any], sees_all: Array | None
+) -> Any:
     """The forward or backward pass of the variant for this layer."""
 
     def run(variant: ContextVariant, window: Any) -> Any:
         return getattr(variant, name)(*operands, jnp.int32(window))
 
-    window = NO_WINDOW if plan.window is None else plan.window
+    window = NO_WINDOW if variants.window is None else variants.window
     if sees_all is None:
-        return run(plan.windowed or plan.unwindowed, window)
-    if plan.windowed is None:
-        return run(plan.unwindowed, jnp.where(sees_all, NO_WINDOW, window))
+        return run(variants.windowed or variants.unwindowed, window)
+    if variants.windowed is None:
+        return run(variants.unwindowed, jnp.where(sees_all, NO_WINDOW, window))
     # Devices agree on the flag, so that all of them run the same collectives.
-    windowed = plan.windowed
+    windowed = variants.windowed
     return lax.cond(
         sees_all,
-        lambda: run(plan.unwindowed, NO_WINDOW),
+        lambda: run(variants.unwindowed, NO_WINDOW),
         lambda: run(windowed, window),
     )
 
 
 def attend_in_region(
-    plan: Plan,
+    variants: LayerVariants,
     mesh: Any,
     spec: PartitionSpec,
     operands: tuple[Array, Array, Array],
@@ -161,7 +163,7 @@ def attend_in_region(
     """:func:`attend_on_device` of global arrays, in an SPMD region over every axis.
 
     Args:
-      plan: The variants.
+      variants: The variants.
       mesh: A JAX mesh; inside an SPMD region over some axes, the mesh of that region is
         used, and ``spec`` names the other axes.
       spec: Layout of queries, keys, values and of the output.
@@ -173,6 +175,6 @@ def attend_in_region(
     specs = (spec, spec, spec, PartitionSpec(spec[0]), PartitionSpec())
 
     def body(*blocks: Any) -> Array:
-        return attend_on_device(plan, *blocks)
+        return attend_on_device(variants, *blocks)
 
     return map_free_axes(body, mesh, specs, spec)(*operands, segments, sees_all)

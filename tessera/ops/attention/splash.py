@@ -90,7 +90,7 @@ def attend_with(
 ) -> Array:
     """The output of the queries, with blocks of at most ``max_block`` rows."""
     q, k, v = operands[:3]
-    rows, columns = (Blocks.of(x.shape[2], max_block) for x in (q, k))
+    rows, columns = (SequenceBlocks.of(x.shape[2], max_block) for x in (q, k))
     segments = None
     if operands.query_segments is not None:
         assert operands.key_segments is not None
@@ -110,7 +110,7 @@ def attend_with(
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SequenceBlocks:
     """A sequence, cut into blocks of equal sizes.
 
     Attributes:
@@ -125,12 +125,12 @@ class Blocks:
     count: int
 
     @classmethod
-    def of(cls, length: int, max_block: int) -> "Blocks":
+    def of(cls, length: int, max_block: int) -> "SequenceBlocks":
         """As few blocks as possible, and for that number the smallest.
 
         Example:
-          >>> Blocks.of(600, 512)
-          Blocks(length=600, size=384, count=2)
+          >>> SequenceBlocks.of(600, 512)
+          SequenceBlocks(length=600, size=384, count=2)
         """
         count = -(-length // max_block)
         size = -(-length // (count * LANES)) * LANES
@@ -158,14 +158,16 @@ class BandMask(masks.Mask):
       offset: The position of the first query.
     """
 
-    rows: Blocks
-    columns: Blocks
+    rows: SequenceBlocks
+    columns: SequenceBlocks
     causal: bool
     window: int | None
     offset: int
 
     @classmethod
-    def of(cls, rows: Blocks, columns: Blocks, options: Options) -> "BandMask":
+    def of(
+        cls, rows: SequenceBlocks, columns: SequenceBlocks, options: Options
+    ) -> "BandMask":
         """The mask of a call."""
         return cls(rows, columns, options.causal, options.window, options.offset)
 

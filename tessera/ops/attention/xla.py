@@ -51,7 +51,7 @@ def attend(operands: Operands, options: Options) -> Array:
 
 
 def _forward(operands: Operands, options: Options) -> Any:
-    call = _Call.of(operands, options)
+    call = _BlockedCall.of(operands, options)
     out, lse = attend_blocks(call.queries, call.keys, call.mask)
     out = call.rows.unblocks(out).astype(operands.q.dtype)
     out = checkpoint_name(out, ATTENTION_RESIDUALS)
@@ -61,7 +61,7 @@ def _forward(operands: Operands, options: Options) -> Any:
 
 def _backward(options: Options, residuals: Any, dout: Array) -> Any:
     operands, out, lse = residuals
-    call = _Call.of(operands, options)
+    call = _BlockedCall.of(operands, options)
     rows, columns, groups = call.rows, call.columns, operands.k.shape[1]
     delta = rows.blocks(delta_of(out, dout)[..., None], groups)[..., 0]
     outputs = OutputGradients(rows.blocks(dout, groups), lse, delta)
@@ -79,7 +79,7 @@ def _backward(options: Options, residuals: Any, dout: Array) -> Any:
 attend.defvjp(_forward, _backward)
 
 
-class _Call(NamedTuple):
+class _BlockedCall(NamedTuple):
     """The operands of a call, cut into blocks."""
 
     rows: Tiling
@@ -89,7 +89,7 @@ class _Call(NamedTuple):
     mask: Mask
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> "_Call":
+    def of(cls, operands: Operands, options: Options) -> "_BlockedCall":
         q, k, v = operands[:3]
         batch, heads, length, _ = q.shape
         is_cpu = scope.device().platform == "cpu"

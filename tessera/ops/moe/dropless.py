@@ -56,7 +56,7 @@ def dropless(
     order_A = jnp.argsort(routes.experts.reshape(-1), stable=True)
     device_A = routes.experts.reshape(-1) // local
     count_P = jnp.bincount(device_A, length=devices)
-    plan = _Plan(
+    plan = _Destinations(
         expert_A=routes.experts.reshape(-1),
         order_A=order_A,
         rank_A=_inverse(order_A),
@@ -142,7 +142,7 @@ class _Experts(NamedTuple):
         return _permuted(out_RD, _inverse(order_R))
 
 
-class _Plan(NamedTuple):
+class _Destinations(NamedTuple):
     """The destinations of this device's assignments.
 
     Attributes:
@@ -166,7 +166,7 @@ def _round(
     x_TD: Array,
     weight_TK: Array,
     experts: _Experts,
-    plan: _Plan,
+    plan: _Destinations,
     rows: int,
     number: Array,
     axes: tuple[str, ...],

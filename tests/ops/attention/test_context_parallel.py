@@ -14,7 +14,10 @@ import tessera as ts
 from tessera import dist, op
 from tessera.mesh import Mesh
 from tessera.ops.attention import tiling as tiling_module
-from tessera.ops.attention.context_parallel_variants import Plan, attend_in_region
+from tessera.ops.attention.context_parallel_variants import (
+    LayerVariants,
+    attend_in_region,
+)
 from tessera.ops.attention.halo import Halo
 from tessera.ops.attention.tiling import Tiling
 from tessera.ops.attention.zigzag import Arrangement, ContextSharding
@@ -243,7 +246,7 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, diverg
     @jax.jit
     def read(q: Any, k: Any, v: Any, gradient: Any, sees_all: Any) -> Any:
         sharding = ContextSharding("cp", arrangement, divergent=divergent, soft_cap=cap)
-        plan = Plan.of(method, sharding, LENGTH, window)
+        plan = LayerVariants.of(method, sharding, LENGTH, window)
         assert isinstance(plan.windowed, Halo)
         rows = arrangement.apply(ids, 1)
 
@@ -271,7 +274,9 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, diverg
 @pytest.mark.full
 def test_many_steps_of_layers_that_differ_do_not_stall():
     mesh, given = mesh_of(8), operands(batch=1)
-    plan = Plan.of("ring", ContextSharding("cp", Arrangement("zigzag", 8)), LENGTH, 3)
+    plan = LayerVariants.of(
+        "ring", ContextSharding("cp", Arrangement("zigzag", 8)), LENGTH, 3
+    )
     spec = P(None, "cp")
     placed = [spread(x, mesh, "zigzag", spec) for x in given[:3]]
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int
 from tessera.mesh import manual_axes
 from tessera.ops.attention.context_parallel_variants import (
     NO_WINDOW,
-    Plan,
+    LayerVariants,
     attend_in_region,
     wire_of,
 )
@@ -144,7 +144,7 @@ def _sharded_attention(
             divergent=divergent,
             soft_cap=config.attention_soft_cap,
         )
-        plan = Plan.of(place.context_parallel, sharding, length, config.window)
+        plan = LayerVariants.of(place.context_parallel, sharding, length, config.window)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         operands = q_BSHK, k_BTGK, v_BTGK
         return attend_in_region(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from tessera.mesh import manual_axes
 from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.embedding import look_up
-from tessera.ops.loss_chunks import Head, Split, Terms
+from tessera.ops.loss_chunks import Head, LossLayout, Terms
 from tessera.ops.losses import cross_entropy
 from tessera.ops.wide_gradients import with_wide_gradient
 from tessera.train.models.decoder.config import DecoderConfig
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
             stored = place.resolve(("words", "columns"), head.shape, "head")
             # A narrow head has been cast before, to be reduced in that dtype.
             sums = head.dtype.name
-            split = Split(place.mesh, tokens, place.axes("words"), stored, sums)
+            split = LossLayout(place.mesh, tokens, place.axes("words"), stored, sums)
         words, cap = self.config.vocab_size, self.config.logit_soft_cap
         with jax.named_scope("logits"):
             return fused_loss(
