@@ -170,19 +170,16 @@ def _transposed(call: LossCall) -> LossCall:
 def _on_device(call: LossCall, differentiate: bool, operands: LossOperands) -> Any:
     """Losses and gradients of the tokens of one device."""
     hidden, head, labels, cotangents = operands
-    tokens = LossOperands(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head,
-        labels.reshape(-1),
-        None if cotangents is None else cotangents.reshape(-1),
-    )
+    labels, cotangents = jax.tree.map(jnp.ravel, (labels, cotangents))
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    tokens = LossOperands(flat, head, labels, cotangents)
     losses, gradients = chunked(call, differentiate, tokens)
     if gradients is not None:
         of_head = gradients.head
         if call.split and (axes := call.split.token_axes):
             of_head = lax.psum(_cast(of_head, call.split.sums), axes)
         gradients = LossOperands(gradients.hidden.reshape(hidden.shape), of_head)
-    return losses.reshape(labels.shape), gradients
+    return losses.reshape(operands.labels.shape), gradients
 
 
 def _cast(head: Head, dtype: Any) -> Head:

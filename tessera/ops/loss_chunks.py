@@ -126,7 +126,7 @@ class LossOperands(NamedTuple):
     """
 
     hidden: Any
-    head: Head
+    head: Any
     labels: Any = None
     cotangents: Any = None
 
@@ -172,11 +172,10 @@ def chunked(call: LossCall, differentiate: bool, tokens: LossOperands) -> Any:
         if by_logits is None:
             return sums, (losses, None)
         # [D, C] @ [C, V]; [C, V] @ [V, D].
-        by_weight = sums.weight + _dot(chunk.hidden, by_logits, 0, 0)
+        own = Head(_dot(chunk.hidden, by_logits, 0, 0), by_bias)
         by_hidden = _dot(by_logits, head.weight, 1, terms.vocab_dim)
         by_hidden = by_hidden / terms.gradient_scale
-        by_bias = None if by_bias is None else sums.bias + by_bias
-        return Head(by_weight, by_bias), (losses, by_hidden)
+        return jax.tree.map(jnp.add, sums, own), (losses, by_hidden)
 
     def zeros(like: Array, *shape: int) -> Array:
         return varying_as(like, jnp.zeros(shape, jnp.float32))
@@ -189,11 +188,9 @@ def chunked(call: LossCall, differentiate: bool, tokens: LossOperands) -> Any:
     )
     sums, (losses, by_hidden) = _over_chunks(call, one, start, tokens)
     by_hidden = lax.psum(by_hidden, axes) if axes else by_hidden
-    by_weight = (
-        sums.weight if terms.vocab_dim else sums.weight.T
-    ) / terms.gradient_scale
-    by_bias = None if sums.bias is None else sums.bias / terms.gradient_scale
-    return losses, LossOperands(by_hidden, Head(by_weight, by_bias))
+    sums = sums._replace(weight=sums.weight if terms.vocab_dim else sums.weight.T)
+    by_head = jax.tree.map(lambda x: x / terms.gradient_scale, sums)
+    return losses, LossOperands(by_hidden, by_head)
 
 
 def _in_parts(call: LossCall, differentiate: bool, chunk: LossOperands) -> Any:
@@ -215,16 +212,13 @@ def _in_parts(call: LossCall, differentiate: bool, chunk: LossOperands) -> Any:
     if scope.device().platform == "cpu" or rows % 2 or not differentiate:
         return one(chunk)
 
-    def half(tokens: tuple[Any, ...]) -> Any:
-        hidden, labels, cotangents = tokens
-        return one(LossOperands(hidden, chunk.head, labels, cotangents))
-
-    tokens = chunk.hidden, chunk.labels, chunk.cotangents
+    def half(tokens: LossOperands) -> Any:
+        return one(tokens._replace(head=chunk.head))
 
     def split(array: Array) -> Array:
         return array.reshape(2, rows // 2, *array.shape[1:])
 
-    halves = jax.tree.map(split, tokens)
+    halves = jax.tree.map(split, chunk._replace(head=None))
     losses, by_logits, by_bias = lax.map(half, halves)
     by_bias = None if by_bias is None else by_bias.sum(axis=0)
     return losses.reshape(rows), by_logits.reshape(rows, -1), by_bias
@@ -314,29 +308,27 @@ def _over_chunks(
     """
     count, words = len(tokens.hidden), tokens.head.weight.shape[call.terms.vocab_dim]
     size = call.chunk_size or chunk_rows(count, words, scope.device().platform)
-    chunks = max(-(-count // size), 1)
-    if chunks == 1:
+    number = max(-(-count // size), 1)
+    if number == 1:
         return function(carry, tokens)
-    rows = -(-count // chunks)
-    padding = chunks * rows - count
+    rows = -(-count // number)
+    padding = number * rows - count
 
     def split(array: Array, fill: int = 0) -> Array:
         if padding:
             widths = ((0, padding), *((0, 0) for _ in array.shape[1:]))
             array = jnp.pad(array, widths, constant_values=fill)
-        return array.reshape(chunks, rows, *array.shape[1:])
+        return array.reshape(number, rows, *array.shape[1:])
 
     def join(array: Array) -> Array:
-        return array.reshape(chunks * rows, *array.shape[2:])[:count]
+        return array.reshape(number * rows, *array.shape[2:])[:count]
 
-    def one(carry: Any, chunk: Any) -> Any:
-        hidden, labels, cotangents = chunk
-        return function(carry, LossOperands(hidden, tokens.head, labels, cotangents))
+    def one(carry: Any, chunk: LossOperands) -> Any:
+        return function(carry, chunk._replace(head=tokens.head))
 
-    chunked = (
-        split(tokens.hidden),
-        split(tokens.labels, call.terms.ignore_index),
-        None if tokens.cotangents is None else split(tokens.cotangents),
-    )
-    carry, results = lax.scan(one, carry, chunked)
+    hidden = split(tokens.hidden)
+    labels = split(tokens.labels, call.terms.ignore_index)
+    cotangents = jax.tree.map(split, tokens.cotangents)
+    chunks = LossOperands(hidden, None, labels, cotangents)
+    carry, results = lax.scan(one, carry, chunks)
     return carry, jax.tree.map(join, results)
