@@ -32,6 +32,7 @@ from tessera.train.checkpoints.checkpoint_folder import (
 from tessera.train.checkpoints.manifest import LAST
 from tessera.train.checkpoints.metadata import Metadata, read_metadata
 from tessera.train.checkpoints.restore_arrays import Restoration
+from tessera.train.config.setting_fields import walk
 from tessera.train.data import Corpus
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.loop.build_run import Run
@@ -170,7 +171,7 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
     The settings of resuming itself are expected to differ and are left out.
     """
     try:
-        old, new = (dict(_flatten(parse_yaml(text))) for text in (before, now))
+        old, new = (dict(walk(parse_yaml(text))) for text in (before, now))
     except ValueError:
         yield "the configuration in the checkpoint is malformed"
         return
@@ -178,14 +179,6 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
         if name.startswith("training.resume") or old.get(name) == new.get(name):
             continue
         yield f"{name}: {old.get(name)} -> {new.get(name)}"
-
-
-def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _flatten(value, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, node
 
 
 def _everywhere(

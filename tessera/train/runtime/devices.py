@@ -9,8 +9,8 @@ accelerators there are. So the CPU devices are requested first, and the backend 
 started second: on a GPU or TPU, unused CPU devices cost nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import ceil, log2, prod
+from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import NoReturn
 
 import jax
@@ -35,7 +35,7 @@ def prepare_devices(
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``; ``"auto"`` takes what JAX prefers,
         which follows ``JAX_PLATFORMS``.
       axes: The mesh's axes and sizes, of which one may be -1: then the mesh takes as
-        many devices as there are. An error proposes similar sizes.
+        many devices as there are.
       num_processes: Processes that share the devices, already connected.
 
     Returns:
@@ -73,7 +73,7 @@ def prepare_devices(
         raise DeviceCountError(
             f"the mesh takes {num_needed} {found.upper()} devices",
             got=f"{count} on this machine ({devices[0].device_kind})",
-            fix=_smaller_meshes(axes or {"fsdp": num_needed}, count)
+            fix=_other_mesh(axes, count)
             + (
                 f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
                 if num_needed <= jaxprs.MOST_CPU_DEVICES
@@ -128,8 +128,7 @@ def _raise_idle_devices(
         f"the mesh takes {needed} devices, and {num_processes} processes have {count}",
         got=f"{count // num_processes} devices in each process: all of them have to be "
         "in the mesh, or a process would have nothing to do",
-        fix=_smaller_meshes(axes or {"fsdp": needed}, count)
-        + "\nor start another number of processes",
+        fix=_other_mesh(axes, count) + "\nor start another number of processes",
     )
 
 
@@ -173,27 +172,9 @@ def _start_backend(platform: str) -> list[jax.Device]:
     return devices
 
 
-def _smaller_meshes(axes: Mapping[str, int], count: int) -> str:
-    """Up to three meshes of ``count`` devices, with sizes in similar proportions."""
-    requested = [max(size, 1) for size in axes.values()]
-    shrink = log2(prod(requested) / count) / len(requested)
-
-    def distance(sizes: tuple[int, ...]) -> float:
-        pairs = zip(sizes, requested, strict=True)
-        return sum(abs(log2(size / other) + shrink) for size, other in pairs)
-
-    nearest = sorted(_factorizations(count, len(requested)), key=distance)[:3]
-    names = ",".join(axes)
-    shown = (f"[[{','.join(map(str, sizes))}],[{names}]]" for sizes in nearest)
-    return f"use model.mesh_shape={' or '.join(shown)}"
-
-
-def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as an ordered product of ``parts`` factors."""
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorizations(number // first, parts - 1):
-                yield (first, *rest)
+def _other_mesh(axes: Mapping[str, int] | None, count: int) -> str:
+    names = ",".join(axes or ("fsdp",))
+    return (
+        f"use a model.mesh_shape of {count} devices over [{names}]; a size of -1 takes "
+        "what there is"
+    )
