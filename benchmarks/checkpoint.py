@@ -30,8 +30,9 @@ from tessera.train.checkpoints.checkpoint_folder import (  # noqa: E402
     Checkpoint,
     read_checkpoint,
 )
+from tessera.train.checkpoints.manifest import NAME, write_manifest  # noqa: E402
 from tessera.train.checkpoints.restore_arrays import Restoration  # noqa: E402
-from tessera.train.checkpoints.saving import Checkpoints, SaveStats  # noqa: E402
+from tessera.train.checkpoints.saving import Checkpoints  # noqa: E402
 from tessera.train.config.config import (  # noqa: E402
     Config,
     ModelConfig,
@@ -65,33 +66,36 @@ def measure(width: int, folder: Path) -> dict[str, Any]:
         donate_argnums=0,
     )
     state = jax.block_until_ready(update(state))
-    saves: list[SaveStats] = []
+    saves: list[tuple[float, float]] = []
     updates = 0
     with Checkpoints(job, folder, "") as checkpoints:
         for step in range(1, SAVES + 2):
+            begun = time.perf_counter()
             checkpoints.save(step, state, Cursor(step, {}))
-            before = checkpoints.last_save
-            while checkpoints.last_save is before:
+            blocked_seconds = time.perf_counter() - begun
+            while checkpoints.durable_step != step:
                 state = jax.block_until_ready(update(state))
                 updates += 1
                 time.sleep(0.02)  # a step is the accelerator's, not the processor's
-            assert checkpoints.last_save is not None, "the loop ends with another one"
-            saves.append(checkpoints.last_save)
+            saves.append((blocked_seconds, time.perf_counter() - begun))
     first, *saves = saves  # the first one loads what Orbax needs
+    last = folder / str(SAVES + 1)
+    (last / NAME).unlink()
     begun = time.perf_counter()
-    checkpoint = read_checkpoint(folder / str(SAVES + 1))
+    nbytes = write_manifest(last)
+    checksums = time.perf_counter() - begun
+    begun = time.perf_counter()
+    checkpoint = read_checkpoint(last)
     checked = time.perf_counter()
     assert isinstance(checkpoint, Checkpoint), checkpoint
     jax.block_until_ready(Restoration(checkpoint.metadata, job).restore(checkpoint))
     restored = time.perf_counter()
-    gigabytes = saves[0].nbytes / 1e9
-    blocked = [save.blocked_seconds for save in saves]
-    total = [save.write_seconds + save.checksum_seconds for save in saves]
-    checksums = statistics.median(save.checksum_seconds for save in saves)
+    gigabytes = nbytes / 1e9
+    blocked, total = zip(*saves, strict=True)
     return {
         "GB": round(gigabytes, 3),
-        "first blocked ms": round(first.blocked_seconds * 1e3, 1),
-        "blocked ms": report.spread(blocked),
+        "first blocked ms": round(first[0] * 1e3, 1),
+        "blocked ms": report.spread([*blocked]),
         "save s": round(statistics.median(total), 3),
         "blocked %": round(
             100 * statistics.median(blocked) / statistics.median(total), 1

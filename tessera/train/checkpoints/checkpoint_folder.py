@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -30,7 +31,7 @@ from tessera.errors import (
 )
 from tessera.train.checkpoints import manifest
 from tessera.train.checkpoints.metadata import Metadata, Stored, read_metadata
-from tessera.train.loop.run_folder import CHECKPOINTS
+from tessera.train.loop.run_folder import CHECKPOINTS, write_durably
 
 STATE: Final = "state"
 
@@ -40,6 +41,8 @@ _DAMAGED: Final = "damaged"
 _REPLACED: Final = "replaced"
 _UNFINISHED: Final = "unfinished"
 _REMOVED: Final = "removed"
+_VERIFIED: Final = "verified"
+_LONGEST_NUMBER: Final = 20
 
 
 @dataclass(frozen=True)
@@ -305,3 +308,27 @@ def _has_no_arrays(path: Path) -> bool:
     """Whether a folder holds only what an interrupted save leaves before the arrays."""
     ours = f"{STATE}.", manifest.LAST, manifest.NAME
     return all(child.name.startswith(ours) for child in path.iterdir())
+
+
+def read_verified_step(root: Path) -> int:
+    """The last verified step of a folder of checkpoints; 0 without a record.
+
+    A checkpoint is verified if a step after it was repeated on other devices with the
+    same result (``runtime.verify_every``). The number stands in a file of its own, as
+    checksums of checkpoints are written once. What is not a number counts as no record.
+    """
+    with suppress(OSError, ValueError):
+        with (root / _VERIFIED).open("rb") as file:
+            text = file.read(_LONGEST_NUMBER).decode("ascii").strip()
+        if text.isdecimal():
+            return int(text)
+    return 0
+
+
+def write_verified_step(root: Path, step: int) -> None:
+    """Record the last verified step.
+
+    Raises:
+      OSError: It cannot be written.
+    """
+    write_durably(root / _VERIFIED, (f"{step}\n",))

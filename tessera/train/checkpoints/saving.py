@@ -15,7 +15,7 @@ import errno
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
@@ -29,10 +29,6 @@ from tessera.errors import CheckpointWriteError, TesseraError
 from tessera.foundations.tree import named_leaves
 from tessera.train.checkpoints import checkpoint_folder, manifest, storage
 from tessera.train.checkpoints.metadata import Metadata, Stored, write_metadata
-from tessera.train.checkpoints.verified_step import (
-    read_verified_step,
-    write_verified_step,
-)
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import log
@@ -40,25 +36,6 @@ from tessera.train.loop.train_state import TrainState
 from tessera.version import __version__
 
 _VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-
-
-@dataclass(frozen=True)
-class SaveStats:
-    """Size and durations of one checkpoint.
-
-    Attributes:
-      step: Optimizer steps done.
-      nbytes: Bytes of its files.
-      blocked_seconds: How long the training loop waited.
-      write_seconds: From the start until Orbax had committed.
-      checksum_seconds: For the checksums and the manifest.
-    """
-
-    step: int
-    nbytes: int
-    blocked_seconds: float
-    write_seconds: float
-    checksum_seconds: float
 
 
 class Checkpoints:
@@ -98,8 +75,6 @@ class Checkpoints:
         self._last_step = self._verified_step = resumed_step or 0
         self._thread: Thread | None = None
         self._failure: TesseraError | None = None
-        self.last_save: SaveStats | None = None
-        """Of the last complete checkpoint; None before it, and in other processes."""
         self._nbytes = sum(
             leaf.size * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(run.abstract_state)
@@ -110,7 +85,9 @@ class Checkpoints:
                 root, resumed_step, self._nbytes
             ):
                 log.warning("%s", line)
-            self._set_verified(min(read_verified_step(root), resumed_step or 0))
+            self._set_verified(
+                min(checkpoint_folder.read_verified_step(root), resumed_step or 0)
+            )
 
     @property
     def root(self) -> Path:
@@ -131,8 +108,8 @@ class Checkpoints:
         self._check_folder()
         self._verified_step = step
         try:
-            if step != read_verified_step(self._root):
-                write_verified_step(self._root, step)
+            if step != checkpoint_folder.read_verified_step(self._root):
+                checkpoint_folder.write_verified_step(self._root, step)
         except OSError as error:
             log.warning("that step %d is verified cannot be recorded: %s", step, error)
 
@@ -245,7 +222,7 @@ class Checkpoints:
                         is_validated=is_validated,
                         published=self._published,
                     )
-                    self.last_save = self._complete(path, metadata, begun, blocked)
+                    self._complete(path, metadata, begun, blocked)
             except Exception as error:
                 self._abandon(path, error)
             else:
@@ -269,25 +246,20 @@ class Checkpoints:
 
     def _complete(
         self, path: Path, metadata: Metadata, begun: float, blocked: float
-    ) -> SaveStats:
+    ) -> None:
         """Write metadata and manifest of what Orbax has committed."""
-        committed = perf_counter()
         self._check_folder()
         write_metadata(path / manifest.LAST, metadata)
         nbytes = manifest.write_manifest(path)
-        done = perf_counter()
         log.info(
             "the checkpoint of step %d is complete: %s in %.2f s, of which the loop "
             "waited %.3f s",
             metadata.step,
             format_bytes(nbytes),
-            done - begun,
+            perf_counter() - begun,
             blocked,
         )
         self._remove_old()
-        return SaveStats(
-            metadata.step, nbytes, blocked, committed - begun, done - committed
-        )
 
     def _remove_old(self) -> None:
         keep = self._run.config.training.keep

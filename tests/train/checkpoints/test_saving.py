@@ -42,11 +42,6 @@ def test_a_checkpoint_says_what_it_is_of(job, state, tmp_path):
         checkpoints.save(4, state, CURSOR)
         checkpoints.wait()
         assert checkpoints.durable_step == 4
-        saved = checkpoints.last_save
-    assert saved.step == 4
-    assert saved.nbytes > sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert 0 < saved.blocked_seconds <= saved.write_seconds
-    assert saved.checksum_seconds > 0
     metadata = read_checkpoint(tmp_path / "4").metadata
     assert metadata == metadata_of(job, 4, CURSOR, "name: small\n")
     assert metadata.mesh == {"fsdp": 1}
