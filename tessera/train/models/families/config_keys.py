@@ -16,15 +16,13 @@ T = TypeVar("T")
 REQUIRED: Final[Any] = object()
 
 # What a folder's reader, generation and other uses of a model do with it.
-_WITHOUT_EFFECT: Final = frozenset(
-    (
-        *("architectures", "chunk_size_feed_forward", "id2label", "label2id"),
-        *("model_type", "problem_type", "transformers_version", "_name_or_path"),
-        *("dtype", "torch_dtype", "torchscript", "initializer_range"),
-        *("use_cache", "cache_implementation", "return_dict", "output_attentions"),
-        *("output_hidden_states", "max_position_embeddings"),
-        *("bos_token_id", "eos_token_id", "pad_token_id"),
-    )
+_WITHOUT_EFFECT: Final = (
+    frozenset({"architectures", "chunk_size_feed_forward", "id2label", "label2id"})
+    | {"model_type", "problem_type", "transformers_version", "_name_or_path"}
+    | {"dtype", "torch_dtype", "torchscript", "initializer_range"}
+    | {"use_cache", "cache_implementation", "return_dict", "output_attentions"}
+    | {"output_hidden_states", "max_position_embeddings"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
 # What a tool that wrote the folder says of itself.
 _REMARKS: Final = "unsloth_"

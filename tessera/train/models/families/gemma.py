@@ -146,19 +146,17 @@ GEMMA3: Final = Family(
     tensors=_TABLE,
     ignored=(
         *Family.ignored,
-        *("vision_tower.*", "multi_modal_projector.*"),
-        *("model.vision_tower.*", "model.multi_modal_projector.*"),
+        "vision_tower.*",
+        "multi_modal_projector.*",
+        "model.vision_tower.*",
+        "model.multi_modal_projector.*",
     ),
     renamed=(
         ("language_model.", ""),
         ("model.language_model.", "model."),
         *Family.renamed,
     ),
-    outer_keys=frozenset(
-        (
-            *("vision_config", "mm_tokens_per_image", "image_token_index"),
-            *("boi_token_index", "eoi_token_index"),
-            *("image_token_id", "boi_token_id", "eoi_token_id"),
-        )
-    ),
+    outer_keys=frozenset({"vision_config", "mm_tokens_per_image"})
+    | {"image_token_index", "boi_token_index", "eoi_token_index"}
+    | {"image_token_id", "boi_token_id", "eoi_token_id"},
 )
