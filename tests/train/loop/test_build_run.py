@@ -242,8 +242,8 @@ def test_one_group_has_no_number_to_scale_the_rate_by():
     [
         (
             {"global_every": 1},
-            "window, rope_base_local and rope_scale_local change nothing: every layer "
-            "is global",
+            "window, rope_base_local and rope_scale_local change nothing: no layer is "
+            "local",
         ),
         (
             {"global_every": 9, "rope_base_global": 500.0},

@@ -16,6 +16,11 @@ from tessera.train.models.decoder.lora import ATTENTION_TARGETS, MLP_TARGETS, Lo
 ACTIVATIONS: Final = ("gelu_tanh", "silu")
 ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 LAYER_TYPES: Final = ("local", "global")
+# Fields that only layers of one kind read.
+FIELDS_OF_KIND: Final = {
+    "local": ("window", "rope_base_local", "rope_scale_local"),
+    "global": ("rope_base_global", "rope_scale_global"),
+}
 _CHOICES: Final = {"activation": ACTIVATIONS, "rope_kind": ROPE_KINDS}
 # The kinds of rotary scaling that read a setting; others refuse it.
 _ROPE_KINDS_OF: Final = {

@@ -21,7 +21,7 @@ from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import Mesh
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.train.models.decoder.attention_inputs import layer_attention
-from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.decoder.decoder import (
     RESIDUAL,
     Decoder,
@@ -201,24 +201,12 @@ class DecoderModel(Model):
 
     def _unused_notes(self) -> Iterator[str]:
         """Sizes that no layer of this model reads."""
-        config = self.config
-        kinds, usual = {*config.layer_kinds}, DecoderConfig
-        names = ["window"] * (config.window is not None)
-        local = config.rope_base_local, config.rope_scale_local
-        if names or local != (usual.rope_base_local, usual.rope_scale_local):
-            names += ["rope_base_local", "rope_scale_local"]
-        if kinds == {"global"} and names:
-            shown = ", ".join(names[:-1])
-            yield f"{shown} and {names[-1]} change nothing: every layer is global"
-        scaled = config.rope_base_global, config.rope_scale_global
-        if kinds == {"local"} and scaled != (
-            usual.rope_base_global,
-            usual.rope_scale_global,
-        ):
-            yield (
-                "rope_base_global and rope_scale_global change nothing: no layer is "
-                "global"
-            )
+        for kind, names in FIELDS_OF_KIND.items():
+            values = {name: getattr(self.config, name) for name in names}
+            is_usual = all(values[n] == getattr(DecoderConfig, n) for n in names)
+            if not is_usual and kind not in self.config.layer_kinds:
+                listed = f"{', '.join(names[:-1])} and {names[-1]}"
+                yield f"{listed} change nothing: no layer is {kind}"
 
     def merge(self, params: Tree) -> Decoder:
         """The nnx module with these parameters, which may be of some layers only."""

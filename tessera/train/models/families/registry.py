@@ -9,7 +9,7 @@ from typing import Any, Final
 from tessera.errors import ModelFolderError, TesseraError, did_you_mean
 from tessera.errors.untrusted_text import parse_json
 from tessera.train.files.regular_files import read_regular
-from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.families.family import Family
 from tessera.train.models.families.gemma import GEMMA2, GEMMA3
 from tessera.train.models.families.llama3 import LLAMA3
@@ -33,11 +33,6 @@ FAMILIES: Final[tuple[Family, ...]] = (
 _OF_TRAINING: Final = frozenset(
     ("scan_unroll", "router_balance_weight", "router_z_weight", "lora")
 )
-# Fields that only layers of one kind read.
-_OF_KIND: Final = {
-    "local": ("window", "rope_base_local", "rope_scale_local"),
-    "global": ("rope_base_global", "rope_scale_global"),
-}
 
 
 def read_config_file(folder: str | Path) -> dict[str, Any]:
@@ -149,7 +144,7 @@ def _computation(config: DecoderConfig) -> dict[str, Any]:
     values["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_dim
     del values["global_every"]
     # Fields of a kind that no layer has.
-    for kind, names in _OF_KIND.items():
+    for kind, names in FIELDS_OF_KIND.items():
         if kind not in config.layer_kinds:
             values |= dict.fromkeys(names)
     return {name: value for name, value in values.items() if name not in _OF_TRAINING}
