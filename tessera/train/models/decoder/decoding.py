@@ -24,10 +24,8 @@ from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.decoder import Decoder
 from tessera.train.models.decoder.layers import Attend, soft_capped
 from tessera.train.models.decoder.model import DecoderModel
-from tessera.train.models.decoder.placement import decoder_placement
 from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoding import Decoding, Logits, Pads
-from tessera.train.models.layer_scan import NONE
 
 # The keys and values of each layer.
 Cache: TypeAlias = list[tuple[Array, Array]]
@@ -53,10 +51,9 @@ class CachedDecoding(Decoding):
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
-        config = replace(model.config, capacity_factor=None)
-        place = decoder_placement(config, mesh)
+        plain = DecoderModel(replace(model.config, capacity_factor=None))
+        place = plain.place(mesh)
         place = replace(place, whole=place.whole | {"context"})
-        plain = replace(model, config=config, remat=NONE, split=None)
         return cls(plain, dtype, place=place)
 
     def unstack(self, params: Tree) -> tuple[list[Tree], Tree]:

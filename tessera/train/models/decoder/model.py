@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tessera.errors import SettingConflictError
 from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import Mesh
+from tessera.ops.attention.context_parallel import check_exchange
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
@@ -28,7 +29,7 @@ from tessera.train.models.decoder.decoder import (
     Statistics,
     default_positions,
 )
-from tessera.train.models.decoder.placement import decoder_placement
+from tessera.train.models.decoder.head_division import check_heads
 from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoder.router_metrics import ROUTER_METRICS, router_sums
 from tessera.train.models.decoding import Decoding
@@ -136,16 +137,34 @@ class DecoderModel(Model):
     def place(self, mesh: Mesh | None) -> Placement:
         """The placement of this model on a mesh, and the dtype of activations.
 
+        With fewer key/value heads than ``tp``, each device keeps them all. If ``pp``
+        does not divide the width, each stage keeps the whole embedding table. If ``tp``
+        does not divide the vocabulary, it splits the width of the tables instead, but
+        not with ``pp``.
+
         Raises:
-          HeadCountError: [T402] the heads cannot be divided over ``tp``.
+          HeadCountError: [T402] the heads cannot be divided over ``tp``, or over
+            ``cp`` by all-to-all attention.
         """
-        place = decoder_placement(
-            self.config,
-            mesh,
-            sequence_parallel=self.sequence_parallel,
-            context_parallel=self.context_parallel,
-        )
-        return replace(place, dtype=self.dtype, fp8=self.fp8)
+        config, method = self.config, self.context_parallel
+        whole = frozenset({"sequence"} if not self.sequence_parallel else ())
+        place = Placement(mesh, whole, frozenset(), method, self.dtype, self.fp8)
+        tp, cp = place.size("heads"), place.size("context")
+        check_heads(config, tp)
+        if method == "all_to_all" and cp > 1:
+            kv_heads = max(config.num_kv_heads // tp, 1)
+            check_exchange(config.num_heads // tp, kv_heads, cp, "cp")
+        if config.num_kv_heads % tp:
+            whole |= {"kv_heads"}
+        if config.d_model % place.size("table"):
+            whole |= {"table", "columns"}
+        if config.vocab_size % place.size("vocab"):
+            whole |= {"vocab"}
+            # The stages of a pipeline scatter the gradient of a whole width.
+            is_staged = mesh is not None and "pp" in mesh.axes
+            if is_staged or config.d_model % place.size("wide_table"):
+                whole |= {"wide_table"}
+        return replace(place, whole=whole)
 
     def check(self, mesh: Mesh) -> None:
         """See ``Model.check``.
