@@ -15,7 +15,6 @@ from tessera.analysis.ledger import Ledger
 from tessera.analysis.trace_events import OpEvent
 
 Axes: TypeAlias = tuple[str, ...]
-Span: TypeAlias = tuple[float, float]
 
 # Their events last as long as everything that they run.
 _CONTROL_FLOW = ("while", "conditional", "call", "tuple", "parameter")
@@ -111,16 +110,15 @@ def measure(
     spent = {axes: [0.0, 0.0, 0] for axes in ledger.by_axis()}
     for device in devices:
         local = [event for event in own if event.device == device]
-        computing = _union(e for e in local if axes_of[e.op] is None)
-        sending = _union(e for e in local if axes_of[e.op] is not None)
+        computing = [event for event in local if axes_of[event.op] is None]
+        sending = [event for event in local if axes_of[event.op] is not None]
         compute += _length(computing)
         communicating += _length(sending)
         hidden += _overlap(sending, computing)
         for axes, sums in spent.items():
             over = [event for event in local if axes_of[event.op] == axes]
-            spans = _union(over)
-            sums[0] += _length(spans)
-            sums[1] += _overlap(spans, computing)
+            sums[0] += _length(over)
+            sums[1] += _overlap(over, computing)
             sums[2] += sum(event.op in starts for event in over)
     return Measured(
         executions=executions,
@@ -150,29 +148,16 @@ def axes_by_instruction(module: Module, ledger: Ledger) -> dict[str, Axes | None
     return axes
 
 
-def _union(events: Iterable[OpEvent]) -> list[Span]:
-    """The time in which any of the events ran, as ordered spans."""
-    spans: list[Span] = []
+def _length(events: Iterable[OpEvent]) -> float:
+    """The time in which any of the events ran."""
+    total, until = 0.0, float("-inf")
     for start, end in sorted((event.start, event.end) for event in events):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(end, spans[-1][1])
-        else:
-            spans.append((start, end))
-    return spans
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def _overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """The time that two ordered sequences of spans have in common."""
-    total, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        (start, end), (other_start, other_end) = first[i], second[j]
-        total += max(0.0, min(end, other_end) - max(start, other_start))
-        if end <= other_end:
-            i += 1
-        else:
-            j += 1
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
     return total
+
+
+def _overlap(first: Sequence[OpEvent], second: Sequence[OpEvent]) -> float:
+    """The time in which events of both ran."""
+    both = _length(first) + _length(second) - _length([*first, *second])
+    return max(0.0, both)

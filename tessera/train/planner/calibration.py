@@ -10,11 +10,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,8 @@ _CACHED_BYTES: Final = 2**22
 # In all iterations, glibc holds back less than the first and returns the second.
 _KEPT_BLOCKS: Final = (2**20, 2**22)
 _ITERATIONS: Final = 16
+
+_Body: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,6 @@ def calibrated(rates: Rates, name: str) -> Machine:
     known = machine_of_kind(device.device_kind) or machine("cpu")
     source = f"measured on {date.today()} with JAX {jax.__version__} on "
     source += f"{jax.device_count()} devices: {device.device_kind}"
-    is_cpu = known.compiler == "cpu"
-    peak = known.flops["bfloat16"]
-    flops = {**rates.flops, "elementwise": rates.elementwise}
-    if not is_cpu:
-        flops = known.flops
     links = [
         replace(
             known.links[min(level, len(known.links) - 1)],
@@ -121,35 +117,31 @@ def calibrated(rates: Rates, name: str) -> Machine:
         )
         for level, (_, count, latency, rate) in enumerate(rates.levels)
     ]
-    reached = {
-        "matmul": 1.0 if is_cpu else min(1.0, rates.flops["bfloat16"] / peak),
-        "memory": 1.0
-        if is_cpu
-        else min(1.0, rates.memory_bandwidth / known.memory_bandwidth),
+    changed: dict[str, Any] = {
+        "links": tuple(links) or known.links,
+        "overhead": {
+            "operation": rates.operation,
+            "step": rates.step,
+            "allocation": rates.allocation,
+        },
     }
-    overhead = {
-        "operation": rates.operation,
-        "step": rates.step,
-        "allocation": rates.allocation,
-    }
-    figures = ("flops", "memory_bandwidth", "links", "efficiency", "overhead")
-    sources = {**known.sources, **dict.fromkeys(figures, source)}
-    memory = known.memory_bytes
-    if is_cpu:  # the devices share the memory of the host
+    shares = {"matmul": 1.0, "memory": 1.0}
+    sources = {**known.sources}
+    if known.compiler == "cpu":
+        changed["flops"] = {**rates.flops, "elementwise": rates.elementwise}
+        changed["memory_bandwidth"] = rates.memory_bandwidth
+        # The devices share the memory of the host.
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory = total // jax.device_count()
+        changed["memory_bytes"] = total // jax.device_count()
         sources["memory_bytes"] = "the memory of the machine, over its devices"
-    return replace(
-        known,
-        name=name,
-        flops=flops,
-        memory_bandwidth=rates.memory_bandwidth if is_cpu else known.memory_bandwidth,
-        links=tuple(links) or known.links,
-        efficiency={**known.efficiency, **reached},
-        overhead=overhead,
-        memory_bytes=memory,
-        sources=sources,
-    )
+    else:
+        flops, nbytes = known.flops["bfloat16"], known.memory_bandwidth
+        shares["matmul"] = min(1.0, rates.flops["bfloat16"] / flops)
+        shares["memory"] = min(1.0, rates.memory_bandwidth / nbytes)
+    figures = ("flops", "memory_bandwidth", "links", "efficiency", "overhead")
+    changed["efficiency"] = {**known.efficiency, **shares}
+    changed["sources"] = {**sources, **dict.fromkeys(figures, source)}
+    return replace(known, name=name, **changed)
 
 
 def write(found: Machine, path: Path) -> None:
@@ -158,27 +150,16 @@ def write(found: Machine, path: Path) -> None:
     Raises:
       OSError: The file cannot be written.
     """
-    values = {
-        "compiler": found.compiler,
-        "device_kinds": list(found.device_kinds),
-        "devices_per_host": found.devices_per_host,
-        "memory_bytes": found.memory_bytes,
-        "memory_bandwidth": found.memory_bandwidth,
-    }
-    if found.compiler_config:
-        values["compiler_config"] = found.compiler_config
-    if found.is_torus:
-        values |= {
-            "topology": found.topology,
-            "chip_config": found.chip_config,
-            "devices_per_chip": found.devices_per_chip,
-            "largest_torus": list(found.largest_torus),
-            "ring_multiple": found.ring_multiple,
-        }
-    parts = [("", values), ("[flops]", found.flops)]
-    parts += [("[[links]]", vars(link)) for link in found.links]
-    for name in ("efficiency", "overhead", "sources"):
-        parts.append((f"[{name}]", getattr(found, name)))
+    values, tables = {}, []
+    for each in fields(found):
+        value = getattr(found, each.name)
+        if each.name == "links":
+            tables += [("[[links]]", vars(link)) for link in value]
+        elif isinstance(value, Mapping):
+            tables.append((f"[{each.name}]", value))
+        elif each.name not in ("name", "file") and value != each.default:
+            values[each.name] = value
+    parts = [("", values), *tables]
     path.write_text("\n".join(_table(*part) for part in parts), encoding="utf-8")
 
 
@@ -192,32 +173,20 @@ def _table(head: str, values: Mapping[str, Any]) -> str:
     return "".join([f"{head}\n" if head else "", *lines])
 
 
-def _matmuls(x: jax.Array) -> jax.Array:
-    """Matmuls of a block on each device, one after the other."""
-    factor = jnp.asarray(1.0 / math.sqrt(x.shape[-1]), x.dtype)
+def _repeated(step: Callable[[jax.Array, jax.Array], jax.Array]) -> _Body:
+    """A step on the block of each device, which takes the result of the one before."""
 
-    def multiply(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return (carry @ x) * factor, None
+    def body(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (step(c, x), None), x, length=_ITERATIONS)[0]
 
-    return lax.scan(multiply, x, length=_ITERATIONS)[0]
-
-
-def _sweeps(x: jax.Array) -> jax.Array:
-    """Passes over a block on each device, each of which reads and writes all of it."""
-
-    def sweep(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return carry * 1.000001 + 1e-6, None
-
-    return lax.scan(sweep, x, length=_ITERATIONS)[0]
+    return body
 
 
-def _gelus(x: jax.Array) -> jax.Array:
-    """Elementwise operations on a block that a cache holds."""
-
-    def gelu(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return jax.nn.gelu(carry) + 0.5, None
-
-    return lax.scan(gelu, x, length=_ITERATIONS)[0]
+# Matmuls, whose results neither vanish nor overflow; passes over a block that read and
+# write all of it; and elementwise operations on a block that a cache holds.
+_matmuls = _repeated(lambda c, x: (c @ x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype))
+_sweeps = _repeated(lambda c, _: c * 1.000001 + 1e-6)
+_gelus = _repeated(lambda c, _: jax.nn.gelu(c) + 0.5)
 
 
 def _elementwise_rate(mesh: Mesh) -> float:
@@ -246,15 +215,6 @@ def _allocation_seconds(mesh: Mesh) -> float:
     return max(many - few, 0.0) / (_KEPT_BLOCKS[1] - _KEPT_BLOCKS[0])
 
 
-def _reductions(x: jax.Array, axis: str) -> jax.Array:
-    """All-reduces of a block over one axis, one after the other."""
-
-    def reduce(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return lax.pcast(lax.psum(carry, axis) * 0.5, axis, to="varying"), None
-
-    return lax.scan(reduce, x, length=_ITERATIONS)[0]
-
-
 def _measure_links(mesh: Mesh, axis: str, large: int) -> tuple[float, float]:
     """Seconds of a message, and bytes/s that one device sends, along one axis.
 
@@ -262,7 +222,9 @@ def _measure_links(mesh: Mesh, axis: str, large: int) -> tuple[float, float]:
     messages one after the other.
     """
     count = mesh.shape[axis]
-    body = partial(_reductions, axis=axis)
+    body = _repeated(
+        lambda c, _: lax.pcast(lax.psum(c, axis) * 0.5, axis, to="varying")
+    )
     small = _seconds(mesh, body, (_SMALL_BYTES // 4,), "float32")
     whole = _seconds(mesh, body, (large // 4,), "float32")
     sent = 2 * (large - _SMALL_BYTES) * (count - 1) / count
@@ -271,7 +233,7 @@ def _measure_links(mesh: Mesh, axis: str, large: int) -> tuple[float, float]:
 
 def _seconds(
     mesh: Mesh,
-    body: Callable[[jax.Array], jax.Array],
+    body: _Body,
     block: tuple[int, ...],
     dtype: str,
 ) -> float:
