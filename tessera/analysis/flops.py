@@ -116,7 +116,7 @@ def _count_dtypes(
             flops = times * _CONTRACTIONS[name](equation)
             counts[dtype] = counts.get(dtype, 0) + flops
         for _, inner in jaxprs.nested(equation):
-            _count_dtypes(inner, times * _repetitions(equation), counts)
+            _count_dtypes(inner, times * repetitions(equation), counts)
 
 
 def format_flops(number: float) -> str:
@@ -168,11 +168,11 @@ def count_equation(equation: jaxprs.Equation) -> Flops:
         return max(branches, key=lambda flops: flops.total)
     inner = [_count(program) for _, program in jaxprs.nested(equation)]
     if inner:
-        return _sum(inner) * _repetitions(equation)
+        return _sum(inner) * repetitions(equation)
     return Flops(other=sum(_size(result) for result in equation.outvars))
 
 
-def _repetitions(equation: jaxprs.Equation) -> int:
+def repetitions(equation: jaxprs.Equation) -> int:
     """How often, over all devices, an equation runs the programs in it."""
     if (length := primitives.scan_length(equation)) is not None:
         return length

@@ -135,6 +135,32 @@ class Machine:
         """
         return self.flops.get("bfloat16" if dtype == "float16" else dtype)
 
+    def product_rate(self, dtype: str, kind: str = "matmul") -> float:
+        """FLOP/s of large matmuls or of ``attention``; unknown dtypes as bfloat16."""
+        peak = self.peak(dtype) or self.flops["bfloat16"]
+        return peak * self.efficiency["attention" if kind == "attention" else "matmul"]
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s between a device and its memory in large operations."""
+        return self.memory_bandwidth * self.efficiency["memory"]
+
+    def seconds(
+        self, products: float = 0.0, elementwise: float = 0.0, nbytes: float = 0.0
+    ) -> float:
+        """Seconds of an operation, without the time that it takes to start it.
+
+        What takes longest decides: the roofline of Williams, Waterman and Patterson,
+        doi.org/10.1145/1498765.1498785.
+
+        Args:
+          products: Seconds of its matmuls, by ``product_rate``.
+          elementwise: Its other operations, one for each element.
+          nbytes: What it reads and writes.
+        """
+        others = elementwise / self.flops["elementwise"]
+        return max(products, others, nbytes / self.memory_rate)
+
 
 def machine_names() -> list[str]:
     """The machines that have a file."""

@@ -4,8 +4,6 @@
 The compiler of TPUs writes its own estimate beside each operation, in cycles. Anywhere
 else an operation takes as long as its FLOPs or its bytes at the rates of the machine,
 whichever is longer, and the time that it takes to start it.
-
-Source: Williams, Waterman and Patterson, Roofline, doi.org/10.1145/1498765.1498785.
 """
 
 import re
@@ -50,13 +48,13 @@ class OperationTimes:
         if is_free(instruction):
             return "other", 0.0
         amount = work(self.module, computation, instruction)
-        if self.clock_hz:
+        seconds = roofline(self.target.machine, amount)
+        if not self.clock_hz:
+            seconds += self.target.machine.overhead["operation"]
+        elif found := _CYCLES.search(instruction.tail):
             # Scalar operations carry no cycles; they start nothing.
-            if found := _CYCLES.search(instruction.tail):
-                return amount.kind, int(found[1]) / self.clock_hz
-            return amount.kind, roofline(self.target.machine, amount)
-        overhead = self.target.machine.overhead["operation"]
-        return amount.kind, roofline(self.target.machine, amount) + overhead
+            seconds = int(found[1]) / self.clock_hz
+        return amount.kind, seconds
 
 
 def roofline(machine: Machine, amount: Work) -> float:
@@ -73,11 +71,8 @@ def roofline(machine: Machine, amount: Work) -> float:
       >>> round(seconds, 6)
       0.001404
     """
-    share = machine.efficiency["attention" if amount.kind == "attention" else "matmul"]
     products = sum(
-        flops / ((machine.peak(dtype) or machine.flops["bfloat16"]) * share)
+        flops / machine.product_rate(dtype, amount.kind)
         for dtype, flops in amount.products
     )
-    elementwise = amount.elementwise / machine.flops["elementwise"]
-    memory = amount.nbytes / (machine.memory_bandwidth * machine.efficiency["memory"])
-    return max(products, elementwise, memory)
+    return machine.seconds(products, amount.elementwise, amount.nbytes)

@@ -257,8 +257,7 @@ class Schedule:
     def _copy(self, computation: Computation, instruction: Instruction) -> Transfer:
         """A copy between memories: what it copies is the second part of its result."""
         nbytes = sum(shape.nbytes for shape in instruction.elements[1])
-        machine = self._target.machine
-        rate, links = machine.memory_bandwidth * machine.efficiency["memory"], COPY
+        rate, links = self._target.machine.memory_rate, COPY
         if _HOST_MEMORY in instruction.result:
             rate, links = HOST_BANDWIDTH, HOST
         seconds = nbytes / rate

@@ -21,7 +21,7 @@ UNCERTAINTY: Final = (
 )
 _COLUMNS: Final = (
     *("rank", "layout", "step", "compute", "exposed", "bubble", "overhead"),
-    *("memory", "of device", "tokens/s", "MFU", "limit", "memory is"),
+    *("memory", "of device", "tokens/s", "MFU", "memory is"),
 )
 _HIDDEN: Final = ("runtime.target", "runtime.target_compiler", "training.dry_run")
 
@@ -153,7 +153,6 @@ class Answer:
             f"{100 * found.memory_bytes / capacity:.0f} %",
             f"{self.tokens / found.seconds:,.0f}",
             f"{100 * self.utilization(found):.0f} %",
-            found.limit,
             _certainty(candidate),
         ]
 

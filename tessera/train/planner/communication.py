@@ -28,8 +28,8 @@ _DATA_AXES: Final = ("dp", "fsdp", "ep_outer", "ep", "cp")
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """A collective of a step.
+class Calls:
+    """Calls of one collective in a step.
 
     Attributes:
       axes: Mesh axes of its groups.
@@ -62,13 +62,15 @@ class Communication:
         self.work: Workload = device.work
         self.sizes = {name: size for name, size in layout.mesh if size > 1}
         self._item = 2 if self.work.matmul_dtype != "float32" else _F32
+        # Sequences of a microbatch on one device.
+        self._share = layout.micro_batch_size / device.place.size("context")
         self._layered = self.work.layered()
         products = {each.path for each in self.work.products}
         looked_up = {each.path for each in self.work.lookups}
         # Their rows are exchanged, and no more of them.
         self._exchanged = set() if layout.schedule else looked_up - products
 
-    def of_microbatch(self) -> list[Transfer]:
+    def of_microbatch(self) -> list[Calls]:
         """The collectives of the forward and backward pass of one microbatch."""
         found = [*self._parameters(), *self._tensor_parallel(), *self._context()]
         found += self._experts()
@@ -76,7 +78,7 @@ class Communication:
             found += self._sums()
         return found
 
-    def of_step(self) -> list[Transfer]:
+    def of_step(self) -> list[Calls]:
         """The collectives that a step has once."""
         stage = self.layout.zero_stage
         found = [*self._sums(), *self._stages()] if self.layout.schedule else []
@@ -87,22 +89,17 @@ class Communication:
             for each in self.work.parameters
             if each.is_trained
         )
-        return [*found, Transfer(("dp",), "all-gather", nbytes, 1, False)]
+        return [*found, Calls(("dp",), "all-gather", nbytes, 1, False)]
 
-    def of_tick(self) -> list[Transfer]:
+    def of_tick(self) -> list[Calls]:
         """What one stage of a pipeline sends on, and back, in each tick."""
         nbytes = self._tokens * self._width * self._item
-        return [Transfer(("pp",), "collective-permute", nbytes, 2, False)]
-
-    @property
-    def _gathers_once(self) -> bool:
-        return self.layout.gather == "step"
+        return [Calls(("pp",), "collective-permute", nbytes, 2, False)]
 
     @property
     def _tokens(self) -> float:
         """Tokens of a microbatch on one device."""
-        share = self.layout.micro_batch_size / self.device.place.size("context")
-        return share * self.work.sequence_length
+        return self._share * self.work.sequence_length
 
     @property
     def _width(self) -> float:
@@ -110,7 +107,7 @@ class Communication:
         tokens = self.work.sequence_length * self._item
         return max((each.nbytes / tokens for each in self.work.lookups), default=0.0)
 
-    def _parameters(self) -> Iterator[Transfer]:
+    def _parameters(self) -> Iterator[Calls]:
         for each in self.work.parameters:
             if each.path not in self._exchanged:
                 yield from self._gathers(each)
@@ -118,83 +115,84 @@ class Communication:
                     yield from self._reductions(each)
         if "fsdp" not in self.sizes or self.layout.schedule:
             return
-        share = self._tokens / self.work.sequence_length
         for row in self.work.lookups:
-            nbytes = self._there_and_back(row) * share
-            yield Transfer(("fsdp",), "all-to-all", nbytes, 1, False, False)
+            nbytes = self._there_and_back(row) * self._share
+            yield Calls(("fsdp",), "all-to-all", nbytes, 1, False, False)
 
     def _sharded_over(self, each: Parameter) -> tuple[str, ...]:
         axes = self.device.axes(each.names)
         return tuple(axis for axis in self.sizes if axis in axes)
 
-    def _gathers(self, each: Parameter) -> Iterator[Transfer]:
+    def _in_parts(self, each: Parameter, from_stage: int) -> tuple[str, ...]:
+        """The axes over which each device has a part of a parameter or its gradient.
+
+        Args:
+          each: The parameter.
+          from_stage: Of ZeRO, which splits it over ``dp``.
+        """
         axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
-        axes = [] if self._gathers_once else axes
-        if self.layout.zero_stage == 3 and "dp" in self.sizes:
+        if self.layout.zero_stage >= from_stage and "dp" in self.sizes:
             axes.append("dp")
+        return tuple(axes)
+
+    def _of_microbatch(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the axes along which each microbatch gathers and reduces."""
+        once = ("fsdp",) if self.layout.gather == "step" else ()
+        return tuple(axis for axis in axes if axis not in once)
+
+    def _calls(self, each: Parameter) -> int:
+        """Parts of a parameter that are sent one after the other."""
+        return self.work.num_layers if each.is_layered else 1
+
+    def _gathers(self, each: Parameter) -> Iterator[Calls]:
+        axes, calls = self._of_microbatch(self._in_parts(each, 3)), self._calls(each)
         if not axes:
             return
-        calls = self.work.num_layers if each.is_layered else 1
         # Of all layers, as in _reductions.
         local = self.device.scalars(each, without=(*axes, "pp"))
         # The backward pass of a pipeline's stage begins with its forward pass.
-        passes = 3.0 if self.layout.schedule else 2.0
+        passes = 3 if self.layout.schedule else 2
         if not each.is_layered and not self.layout.schedule:
-            passes = 1.0  # the logits keep it for the backward pass
-        yield Transfer(
-            tuple(axes),
-            "all-gather",
-            local * self._item / calls,
-            passes * calls,
-            hides=True,
-            in_layers=each.is_layered,
-        )
+            passes = 1  # the logits keep it for the backward pass
+        nbytes, times = local * self._item / calls, passes * calls
+        yield Calls(axes, "all-gather", nbytes, times, True, each.is_layered)
 
-    def _reductions(self, each: Parameter) -> Iterator[Transfer]:
+    def _reductions(self, each: Parameter) -> Iterator[Calls]:
         """Of a gradient, over the axes that its parameter is split over."""
-        axes = self._scattered(each)
-        if self._gathers_once:
-            axes = tuple(axis for axis in axes if axis != "fsdp")
+        axes, calls = self._of_microbatch(self._in_parts(each, 2)), self._calls(each)
         if not axes:
             return
-        # Of all layers, of which a prediction takes the share of each stage.
-        calls, local = self._gradient(each, (*axes, "pp"))
-        times = calls / self.sync_every
-        kind = "reduce-scatter" if each.is_layered or self._is_single else "all-reduce"
-        nbytes = local * self.work.reduced_itemsize
-        yield Transfer(axes, kind, nbytes, times, True, each.is_layered)
+        # Of all layers, of which a prediction takes the share of each stage. On parts
+        # of the batch, the embedding's is summed whole before each takes its part.
+        is_whole = self.layout.microbatches > 1 or "cp" in self.sizes
+        kind = "all-reduce" if is_whole and not each.is_layered else "reduce-scatter"
+        local = self.device.scalars(each, without=(*axes, "pp")) / calls
+        yield self._reduction(each, axes, kind, local)
 
-    @property
-    def _is_single(self) -> bool:
-        """Whether gradients are those of one microbatch on whole sequences.
-
-        Otherwise that of the embedding is summed whole before each device takes a part.
-        """
-        return self.layout.microbatches == 1 and "cp" not in self.sizes
-
-    def _sums(self) -> list[Transfer]:
+    def _sums(self) -> Iterator[Calls]:
         """All-reduces of gradients over the axes along which parameters are copied.
 
         A pipeline has them once in each step.
         """
-        found = []
         for each in self.work.parameters:
-            over = {*self._sharded_over(each), *self._scattered(each)}
+            parts = self._in_parts(each, 2)
+            over = {*self._sharded_over(each), *parts}
             axes = tuple(a for a in self.sizes if a in _DATA_AXES and a not in over)
             if each.is_trained and axes:
-                scattered = self._scattered(each)
-                calls, local = self._gradient(each, scattered)
-                parts = math.prod(self.sizes[a] for a in scattered)
-                nbytes = local * self.work.reduced_itemsize / parts
-                times = calls / self.sync_every
-                found.append(
-                    Transfer(axes, "all-reduce", nbytes, times, True, each.is_layered)
-                )
-        return found
+                local = self.device.scalars(each, without=parts) / self._calls(each)
+                local /= math.prod(self.sizes[axis] for axis in parts)
+                yield self._reduction(each, axes, "all-reduce", local)
 
-    def _stages(self) -> Iterator[Transfer]:
+    def _reduction(
+        self, each: Parameter, axes: tuple[str, ...], kind: str, scalars: float
+    ) -> Calls:
+        nbytes = scalars * self.work.reduced_itemsize
+        times = self._calls(each) / self.sync_every
+        return Calls(axes, kind, nbytes, times, True, each.is_layered)
+
+    def _stages(self) -> Iterator[Calls]:
         """Of arrays such as the embedding, and of those that stages gather once."""
-        once = ("fsdp",) if self._gathers_once else ()
+        once = ("fsdp",) if self.layout.gather == "step" else ()
         for each in self.work.parameters:
             over = once if each.is_layered else (*once, "pp")
             axes = tuple(axis for axis in self._sharded_over(each) if axis in over)
@@ -202,89 +200,62 @@ class Communication:
                 continue
             number = self.device.scalars(each, without=axes)
             item = self._item if each.is_layered else _F32
-            yield Transfer(axes, "all-gather", number * item, 1, False, False)
+            yield Calls(axes, "all-gather", number * item, 1, False, False)
             if each.is_trained:
                 kind = "reduce-scatter" if once else "all-reduce"
-                yield Transfer(axes, kind, number * _F32, 1, False, False)
+                yield Calls(axes, kind, number * _F32, 1, False, False)
 
-    def _scattered(self, each: Parameter) -> tuple[str, ...]:
-        axes = [axis for axis in self._sharded_over(each) if axis == "fsdp"]
-        if self.layout.zero_stage >= 2 and "dp" in self.sizes:
-            axes.append("dp")
-        return tuple(axes)
-
-    def _gradient(
-        self, each: Parameter, without: tuple[str, ...]
-    ) -> tuple[float, float]:
-        """Parts of a gradient that come one after the other, and scalars of each.
-
-        Args:
-          each: The parameter.
-          without: Axes over which the gradient is not split yet.
-        """
-        calls = self.work.num_layers if each.is_layered else 1
-        return calls, self.device.scalars(each, without=without) / calls
-
-    def _tensor_parallel(self) -> Iterator[Transfer]:
+    def _tensor_parallel(self) -> Iterator[Calls]:
         if "tp" not in self.sizes:
             return
-        share = self._tokens / self.work.sequence_length
         passes = 1 + self.work.recomputed[str(self.layout.remat)].products
         passes += bool(self.layout.schedule)
-        inputs: dict[int, Transfer] = {}
+        inputs: dict[int, Calls] = {}
         for each in self.work.products:
-            rows, layered = each.rows * share, each.path in self._layered
+            rows, layered = each.rows * self._share, each.path in self._layered
             result, times = rows * each.outer * each.itemsize, each.times
             if self.device.split(each.inner_names) > 1:
                 times *= passes if layered else 1
-                yield Transfer(("tp",), "all-reduce", result, times, False, layered)
+                yield Calls(("tp",), "all-reduce", result, times, False, layered)
             elif self.device.split(each.outer_names) > 1:
                 # The loss adds up its gradients in f32.
                 item = self._item if layered else _F32
                 nbytes = rows * each.inner * item
-                inputs[each.source] = Transfer(
-                    ("tp",), "all-reduce", nbytes, times, False, layered
-                )
+                moved = Calls(("tp",), "all-reduce", nbytes, times, False, layered)
+                inputs[each.source] = moved
             elif "kv_heads" in each.outer_names:
                 # Each device has the gradient of the copy that its queries used.
-                yield Transfer(("tp",), "all-reduce", result, times, False, layered)
+                yield Calls(("tp",), "all-reduce", result, times, False, layered)
         yield from inputs.values()
         for row in self.work.lookups:
             if self.device.split(row.names) > 1:
-                nbytes = self._there_and_back(row) * share
-                yield Transfer(("tp",), "all-reduce", nbytes, 1, False, False)
+                nbytes = self._there_and_back(row) * self._share
+                yield Calls(("tp",), "all-reduce", nbytes, 1, False, False)
 
     def _there_and_back(self, row: Lookup) -> float:
         """Bytes of the rows of one sequence, and of their gradients, which are f32."""
         is_trained = row.path in self.work.trained()
         return row.nbytes * (1 + is_trained * _F32 / self._item)
 
-    def _context(self) -> Iterator[Transfer]:
+    def _context(self) -> Iterator[Calls]:
         """A ring sends the block of each device to all others, forward and backward."""
         if "cp" not in self.sizes:
             return
-        share = self._tokens / self.work.sequence_length
         hops = self.sizes["cp"] - 1
         again = self.work.recomputed[str(self.layout.remat)]
         passes = 2 + (again.inner_flops > 0)
         for each in self.work.products:
             if "kv_heads" in each.outer_names:
-                numbers = each.rows * share * each.outer
+                numbers = each.rows * self._share * each.outer
                 numbers /= self.device.split(each.outer_names)
-                times = each.times * hops
-                nbytes = numbers * self._item
-                yield Transfer(
-                    ("cp",), "collective-permute", nbytes, times * passes, True
-                )
-                yield Transfer(
-                    ("cp",), "collective-permute", numbers * _F32, times, True
-                )
+                times, kind = each.times * hops, "collective-permute"
+                yield Calls(("cp",), kind, numbers * self._item, times * passes, True)
+                yield Calls(("cp",), kind, numbers * _F32, times, True)
 
-    def _experts(self) -> Iterator[Transfer]:
+    def _experts(self) -> Iterator[Calls]:
         axes = tuple(axis for axis in self.sizes if axis in ("ep_outer", "ep"))
         if not axes:
             return
-        share = self._tokens / self.work.sequence_length
         again = 1 + self.work.recomputed[str(self.layout.remat)].products
         seen: set[int] = set()
         for each in self.work.products:
@@ -293,7 +264,7 @@ class Communication:
             seen.add(each.source)
             is_first = "mlp" in each.outer_names
             rows, inner, outer = self.device.local_dims(each)
-            numbers = rows * share * (inner if is_first else outer)
+            numbers = rows * self._share * (inner if is_first else outer)
             nbytes = numbers * self._item
             times = each.times * (1 + again)
-            yield Transfer(axes, "all-to-all", nbytes, times, False)
+            yield Calls(axes, "all-to-all", nbytes, times, False)

@@ -18,8 +18,7 @@ def figures(words: list[str]) -> dict[str, Any]:
 
     Returns:
       ``memory`` in bytes of a device at most; and from the timeline, in seconds of one
-      step, ``compute``, ``exposed`` communication, ``idle``, and by its axes
-      ``communication``.
+      step, ``compute``, ``exposed`` communication and ``idle``.
     """
     from tessera.mesh import Mesh
     from tessera.train.config.command_line import compose
@@ -38,10 +37,6 @@ def figures(words: list[str]) -> dict[str, Any]:
         "compute": timeline.compute,
         "exposed": timeline.exposed,
         "idle": timeline.idle,
-        "communication": {
-            "×".join(axes): each.exposed
-            for axes, each in timeline.communication.items()
-        },
     }
 
 

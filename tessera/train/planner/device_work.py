@@ -4,8 +4,6 @@
 A matmul takes as long as its FLOPs at the rate that large ones reach, or as long as its
 operands and results take to and from memory, whichever is longer. What stands between
 matmuls is fused into passes over their operands and results, which memory bounds.
-
-Source: Williams, Waterman and Patterson, Roofline, doi.org/10.1145/1498765.1498785.
 """
 
 import math
@@ -32,7 +30,7 @@ _MOST_WINDOWS: Final = 32
 
 
 @dataclass(frozen=True)
-class Compute:
+class PassSeconds:
     """Seconds of one device for one microbatch.
 
     Attributes:
@@ -82,14 +80,13 @@ class DeviceWork:
         self.ragged = RaggedProducts(work, place, machine.platform)
         self._layered, self._trained = work.layered(), work.trained()
         self._itemsize = 4 if work.matmul_dtype == "float32" else 2
-        peak = machine.flops[
-            "float32" if work.matmul_dtype == "float32" else "bfloat16"
-        ]
-        self._matmul_rate = peak * machine.efficiency["matmul"]
-        in_layers = machine.flops.get(work.matmul_dtype, peak)
-        self._layer_rate = in_layers * machine.efficiency["matmul"]
-        self._attention_rate = peak * machine.efficiency["attention"]
-        self._memory_rate = machine.memory_bandwidth * machine.efficiency["memory"]
+        # In layers alone matmuls are in 8 bits.
+        narrow = work.matmul_dtype == "float8"
+        self._dtype = "bfloat16" if narrow else work.matmul_dtype
+        self._rates = {
+            True: machine.product_rate(work.matmul_dtype),
+            False: machine.product_rate(self._dtype),
+        }
         self._tile = _TILE[machine.platform]
         self._sizes = {} if place.mesh is None else place.mesh.shape
         self.axes = cache(self._axes)
@@ -116,7 +113,7 @@ class DeviceWork:
             size *= self._padding
         return size / math.prod(self._sizes[a] for a in axes if a not in without)
 
-    def compute(self, sequences: int, policy: str) -> Compute:
+    def compute(self, sequences: int, policy: str) -> PassSeconds:
         """Seconds of one microbatch.
 
         Args:
@@ -131,7 +128,7 @@ class DeviceWork:
         between_ends = self._between(share, False)
         count = again.operations + (share - 1) * again.operations_of_row
         starts = max(count, 0.0) * self.machine.overhead["operation"]
-        kept = self.kept_bytes(sequences, policy) / self._memory_rate
+        kept = self.kept_bytes(sequences, policy) / self.machine.memory_rate
         forward = layers[0] + inner + between_layers + starts / 3 + kept
         forward += self._windows(share)
         recomputed = again.products * (layers[0] + between_layers)
@@ -139,24 +136,17 @@ class DeviceWork:
             recomputed += inner * again.inner_flops / self.work.inner_flops
         backward = layers[1] + self.work.inner_backward * inner
         backward += 2 * (between_layers + starts / 3) + recomputed + kept
-        return Compute(
+        return PassSeconds(
             layers_forward=forward,
             layers_backward=backward,
             ends_forward=ends[0] + between_ends,
             ends_backward=ends[1] + 2 * between_ends,
         )
 
-    def least_matmul_seconds(self, sequences: int) -> float:
-        """Seconds of the model FLOPs of a microbatch at the peak of the devices."""
-        share = sequences / self.place.size("context")
-        shards = self.split(("heads",))
-        peak = self._matmul_rate / self.machine.efficiency["matmul"]
-        return self.work.flops * share / shards / peak
-
     def _products(self, share: float, in_layers: bool) -> tuple[float, float]:
         """Seconds of the matmuls with parameters, forward and backward."""
         forward = backward = 0.0
-        rate = self._layer_rate if in_layers else self._matmul_rate
+        rate, memory_rate = self._rates[in_layers], self.machine.memory_rate
         for product in self.work.products:
             if (product.path in self._layered) != in_layers:
                 continue
@@ -168,7 +158,7 @@ class DeviceWork:
                 times *= share
             groups = self.ragged.matrices(product)
             # Masked operands are written before they are read.
-            mask = self._itemsize * m * groups / self._memory_rate if groups > 1 else 0
+            mask = self._itemsize * m * groups / memory_rate if groups > 1 else 0
             once = self._matmul(m, groups * k, n, product.itemsize, rate) + mask * k
             back = self._matmul(m, groups * n, k, product.itemsize, rate) + mask * n
             if product.path in self._trained:
@@ -204,7 +194,7 @@ class DeviceWork:
         tile, item = self._tile, self._itemsize
         flops = 2 * m * (tile * math.ceil(k / tile)) * (tile * math.ceil(n / tile))
         nbytes = item * (m * k + k * n) + itemsize * m * n
-        return max(flops / rate, nbytes / self._memory_rate)
+        return self.machine.seconds(flops / rate, nbytes=nbytes)
 
     def _windows(self, share: float) -> float:
         """Seconds in which windowed matmuls add up their parts, forward.
@@ -224,7 +214,7 @@ class DeviceWork:
             if each.path in self._layered and "fsdp" in self.axes(each.inner_names)
         )
         passes = 2 * _F32 * self._sizes["fsdp"] / 2
-        return passes * nbytes / self._memory_rate
+        return passes * nbytes / self.machine.memory_rate
 
     def _inner(self, share: float) -> float:
         """Seconds of the matmuls of activations in a forward pass.
@@ -233,7 +223,8 @@ class DeviceWork:
         """
         share /= self.split(("heads",))
         flops, nbytes = self.work.inner_flops * share, self.work.inner_bytes * share
-        return flops / self._attention_rate + nbytes / self._memory_rate
+        rate = self.machine.product_rate(self._dtype, "attention")
+        return flops / rate + nbytes / self.machine.memory_rate
 
     def _between(self, share: float, in_layers: bool) -> float:
         """Seconds of the passes over memory between matmuls, forward.
@@ -246,8 +237,7 @@ class DeviceWork:
         if in_layers:
             local += self.work.reduced_bytes / self._residual_split
             flops = self.work.other_flops * self.copied_share
-        rate = self.machine.flops["elementwise"]
-        return share * max(local / self._memory_rate, flops / rate)
+        return share * self.machine.seconds(elementwise=flops, nbytes=local)
 
     @cached_property
     def copied_share(self) -> float:
@@ -308,10 +298,10 @@ class DeviceWork:
             for each in self.work.parameters
             if each.is_trained
         )
-        return nbytes / zero_shards / self._memory_rate
+        return nbytes / zero_shards / self.machine.memory_rate
 
     def accumulation_seconds(self, zero_shards: int) -> float:
         """Seconds of adding the gradients of one microbatch to those before."""
         trained = (each for each in self.work.parameters if each.is_trained)
         scalars = sum(map(self.scalars, trained))
-        return scalars * 3 * _F32 / zero_shards / self._memory_rate
+        return scalars * 3 * _F32 / zero_shards / self.machine.memory_rate

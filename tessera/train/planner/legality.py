@@ -18,7 +18,7 @@ from tessera.train.config.layout_checks import (
 )
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.step_time import POLICIES
+from tessera.train.planner.space import REMAT
 
 # Axes that shard no parameter.
 _OF_ACTIVATIONS: Final = ("dp", "cp")
@@ -51,7 +51,7 @@ class Legality:
             layout.mesh,
             1,
             1,
-            remat="none" if layout.remat in POLICIES else layout.remat,
+            remat="none" if layout.remat in REMAT else layout.remat,
             chunks=layout.chunks,
             sequence_parallel=layout.sequence_parallel,
         )

@@ -11,8 +11,6 @@ differentiated, so are the layer's own results and the gradients so far.
 from dataclasses import dataclass
 from typing import Final
 
-from tessera.analysis.memory import format_bytes
-from tessera.analysis.tables import aligned
 from tessera.ops.loss_chunks import chunk_rows
 from tessera.targets.machine import Machine
 from tessera.train.planner.device_work import DeviceWork
@@ -67,12 +65,6 @@ class MemoryEstimate:
         """Of all parts."""
         work = self.kept + self.gradients + self.working + self.tables
         return self.state + work
-
-    def as_text(self) -> str:
-        """One line for each part."""
-        rows = [[name, format_bytes(getattr(self, name))] for name in self.__slots__]
-        rows.insert(-1, ["total", format_bytes(self.total)])
-        return aligned(["predicted memory per device", ""], rows, right=[""])
 
 
 def is_safe(nbytes: float, machine: Machine) -> bool:

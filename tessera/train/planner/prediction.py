@@ -15,7 +15,6 @@ class Prediction:
       overhead: Seconds of launching operations and steps.
       memory_bytes: The most memory of one device at any time.
       flops: Model FLOPs of the step, all devices together, without recomputation.
-      limit: What takes most of the time beyond what the matmuls need, in a few words.
       compiled: Whether the target's compiler gave the memory and the communication;
         else all of it is estimated from shapes.
     """
@@ -26,7 +25,6 @@ class Prediction:
     overhead: float
     memory_bytes: int
     flops: float
-    limit: str
     compiled: bool = False
 
     @property

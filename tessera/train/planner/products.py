@@ -67,8 +67,8 @@ class Lookup:
 
 
 @dataclass
-class Found:
-    """What is in a program.
+class TracedCosts:
+    """What a traced program multiplies and moves.
 
     Attributes:
       products: Matmuls with a parameter.

@@ -52,11 +52,6 @@ class RaggedProducts:
         is_masked = self._has_masks and product.groups > 1
         return product.groups / self.devices(product) if is_masked else 1.0
 
-    @property
-    def are_masked(self) -> bool:
-        """Whether rows are multiplied by more matrices than their own."""
-        return any(self.matrices(each) > 1 for each in self.work.products)
-
     def buffer_bytes(self) -> float:
         """Of buffers of all layers at a time, beside those of one round."""
         return _OF_ROUNDS[self._platform] * sum(

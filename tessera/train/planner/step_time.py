@@ -8,7 +8,7 @@ rates of the target, whose file has the source of every figure.
 """
 
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,13 @@ from tessera.targets.target import Target
 from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model
 from tessera.train.models.model import Model
-from tessera.train.planner.communication import Communication, Transfer
-from tessera.train.planner.device_work import Compute, DeviceWork
+from tessera.train.planner.communication import Calls, Communication
+from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MemoryEstimate, MemoryModel
 from tessera.train.planner.prediction import Prediction
+from tessera.train.planner.space import REMAT
 from tessera.train.planner.workload import Workload, workload
-
-POLICIES: Final = ("none", "dots", "named", "full")
 
 
 class StepModel:
@@ -67,12 +66,9 @@ class StepModel:
                 fix="name the layout (model.mesh_shape, training.remat), or use "
                 "training.numerics=fast",
             )
-        policies = dict.fromkeys([*POLICIES, str(config.training.remat)])
-        del policies["none"]
-        remat: list[Any] = ["none", *policies]
-        if not isinstance(config.training.remat, str):
-            remat[-1] = config.training.remat
-        return cls(config, workload(config, target, tuple(remat)), target)
+        remat = config.training.remat
+        policies = REMAT if remat in REMAT else (*REMAT, remat)
+        return cls(config, workload(config, target, policies), target)
 
     def predict(self, layout: Layout) -> Prediction:
         """What a step takes, and where.
@@ -114,13 +110,12 @@ class StepModel:
         place = model.place(placed)
         return DeviceWork(self.work, place, self.target.machine, model.split), model
 
-    def seconds(self, layout: Layout, transfer: Transfer) -> float:
-        """Of all calls of a transfer."""
-        where = self._span_of(layout.mesh, transfer.axes)
-        once = collective_seconds(
-            self.target.machine, transfer.kind, transfer.nbytes, where
+    def seconds(self, layout: Layout, calls: Calls) -> float:
+        """Of all calls of a collective."""
+        where, machine = self._span_of(layout.mesh, calls.axes), self.target.machine
+        return calls.times * collective_seconds(
+            machine, calls.kind, calls.nbytes, where
         )
-        return once * transfer.times
 
     def _span(self, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Span:
         sizes = tuple(size for _, size in mesh)
@@ -138,7 +133,7 @@ class _Prediction:
         self.device, self.built = model.device_work(layout)
         sync = model.config.training.sync_gradients_every
         self.comms = Communication(self.device, layout, sync)
-        self.compute: Compute = self.device.compute(
+        self.compute: PassSeconds = self.device.compute(
             layout.micro_batch_size, str(layout.remat)
         )
 
@@ -160,7 +155,6 @@ class _Prediction:
             overhead=machine.overhead["step"] + self._allocation() + moved,
             memory_bytes=round(memory.total),
             flops=self.model.work.flops * layout.global_batch_size,
-            limit=self._limit(compute, exposed, bubble),
         )
 
     def _allocation(self) -> float:
@@ -181,15 +175,15 @@ class _Prediction:
             compute += count * self.device.accumulation_seconds(shards)
         return compute, exposed, 0.0
 
-    def _exposed(self, transfers: list[Transfer], compute: float) -> float:
+    def _exposed(self, transfers: list[Calls], compute: float) -> float:
         """Seconds of communication that computation does not hide."""
         hidden = sum(self._seconds(each) for each in transfers if each.hides)
         shown = sum(self._seconds(each) for each in transfers if not each.hides)
         overlap = self.machine.efficiency["overlap"]
         return shown + max(hidden - overlap * compute, hidden * (1 - overlap))
 
-    def _seconds(self, transfer: Transfer) -> float:
-        return self.model.seconds(self.layout, transfer)
+    def _seconds(self, calls: Calls) -> float:
+        return self.model.seconds(self.layout, calls)
 
     def _pipelined(self) -> tuple[float, float, float]:
         """The same for a pipeline, whose devices go in lock-step from tick to tick."""
@@ -227,29 +221,6 @@ class _Prediction:
             shares[stage % table.stages] += sum(costs[layer] for layer in layers)
         return shares / sum(costs), ends
 
-    def _limit(self, compute: float, exposed: float, bubble: float) -> str:
-        layout = self.layout
-        if bubble > exposed and bubble > 0.1 * compute:
-            return "pipeline bubble"
-        if exposed > 0.1 * compute:
-            by_axes: dict[tuple[str, ...], float] = {}
-            for each in self.comms.of_microbatch():
-                spent = by_axes.get(each.axes, 0.0) + self._seconds(each)
-                by_axes[each.axes] = spent
-            axes = max(by_axes, key=lambda key: by_axes[key], default=())
-            return f"communication over {'×'.join(axes)}"
-        again = self.model.work.recomputed[str(layout.remat)]
-        if self.device.ragged.are_masked:
-            return "matmuls of each row with all experts"
-        if again.products > 0.5:
-            return "recomputation"
-        least = layout.microbatches * self.device.least_matmul_seconds(
-            layout.micro_batch_size
-        )
-        if layout.schedule:
-            least /= layout.sizes["pp"]
-        return "matmuls" if least > 0.4 * compute else "memory traffic"
-
 
 def _lockstep(table: Schedule, forward: np.ndarray, backward: np.ndarray) -> float:
     """Seconds of a schedule in whose ticks all stages wait for the slowest.
@@ -262,10 +233,6 @@ def _lockstep(table: Schedule, forward: np.ndarray, backward: np.ndarray) -> flo
     """
     prices: dict[Kind, np.ndarray] = {"F": forward, "B": backward}
     if table.splits_backward:
-        prices = {
-            **prices,
-            "B": (backward + forward) / 2,
-            "W": (backward + forward) / 2,
-        }
+        prices["B"] = prices["W"] = (backward + forward) / 2
     costs = [(table.table(kind)[..., 0] >= 0) * prices[kind] for kind in prices]
     return float(np.sum(costs, axis=0).max(axis=1).sum()) / table.chunks

@@ -15,11 +15,11 @@ from typing import Any, Final, TypeAlias
 import jax
 import numpy as np
 
-from tessera.analysis.flops import count_equation, is_live
+from tessera.analysis.flops import count_equation, is_live, repetitions
 from tessera.foundations.primitive_properties import KERNELS
 from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing.scope import FALLBACK, GROUPED, VISITS
-from tessera.train.planner.products import Found, Lookup, Product, Weight
+from tessera.train.planner.products import Lookup, Product, TracedCosts, Weight
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
 _VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
@@ -51,7 +51,9 @@ class _Known:
 _Env: TypeAlias = dict[Any, Weight | _Known]
 
 
-def find_products(program: jaxprs.Program, weights: Sequence[Weight | None]) -> Found:
+def find_products(
+    program: jaxprs.Program, weights: Sequence[Weight | None]
+) -> TracedCosts:
     """The matmuls of one execution of a program.
 
     Args:
@@ -62,7 +64,7 @@ def find_products(program: jaxprs.Program, weights: Sequence[Weight | None]) -> 
       Counts for one execution, without dead code. A branch whose index is computed
       from constants counts as often as it is taken; of others each counts equally.
     """
-    found = Found()
+    found = TracedCosts()
     program = jaxprs.without_dead_code(program, keep_inputs=True)
     inputs = jaxprs.inputs(program)
     env: _Env = {
@@ -75,7 +77,7 @@ def find_products(program: jaxprs.Program, weights: Sequence[Weight | None]) -> 
 class _Walk:
     """One pass over a program and those inside of it."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: TracedCosts) -> None:
         self.found = found
         self.scans = 0
         self.visited = 1.0  # of the blocks of kernels
@@ -116,7 +118,8 @@ class _Walk:
             self.found.other_flops += times * count_equation(equation).other
             self.found.operations += times
         else:
-            self.found.operations += times * name.startswith(_STARTS)
+            if name.startswith(_STARTS):
+                self.found.operations += times
             self.found.other_flops += times * count_equation(equation).other
             weights = [each for each in operands if isinstance(each, Weight)]
             if weights and (moved := _moved(equation, weights[0])):
@@ -149,20 +152,17 @@ class _Walk:
     def _dot(
         self, equation: jaxprs.Equation, operands: list[Any], times: float
     ) -> None:
-        flops = float(_flops(equation))
+        flops = float(count_equation(equation).matmul)
         self.found.total_flops += times * flops
         self.found.operations += times
-        weights = [
-            (place, each)
-            for place, each in enumerate(operands[:2])
-            if isinstance(each, Weight)
-        ]
-        if not weights:
+        places = [i for i in (0, 1) if isinstance(operands[i], Weight)]
+        if not places:
             self.found.inner_flops += times * flops
             atoms = [*equation.invars[:2], *equation.outvars]
             self.found.inner_bytes += times * sum(map(_nbytes, atoms))
             return
-        place, weight = weights[-1]
+        place = places[-1]
+        weight = operands[place]
         contracted, groups, kept = _weight_dims(equation, place)
         shape = equation.invars[place].aval.shape
         inner = math.prod(shape[dim] for dim in contracted)
@@ -187,7 +187,7 @@ class _Walk:
         )
 
     def _kernel(self, equation: jaxprs.Equation, times: float) -> None:
-        flops = float(_flops(equation)) * self.visited
+        flops = float(count_equation(equation).matmul) * self.visited
         self.found.total_flops += times * flops
         self.found.inner_flops += times * flops
         atoms = [*equation.invars, *equation.outvars]
@@ -195,12 +195,12 @@ class _Walk:
         self.found.operations += times
 
     def _rows(self, equation: jaxprs.Equation, weight: Weight, env: _Env) -> None:
+        (result,) = equation.outvars
         if equation.primitive.name == "gather":
-            (result,) = equation.outvars
             row = Lookup(weight.path, weight.names, _nbytes(result))
             self.found.lookups.append(row)
         elif moved := _moved(equation, weight):
-            env[equation.outvars[0]] = moved
+            env[result] = moved
 
     def _scan(
         self, equation: jaxprs.Equation, operands: list[Any], env: _Env, times: float
@@ -262,8 +262,7 @@ class _Walk:
         program = programs[0]
         if len(jaxprs.inputs(program)) != len(operands):
             operands = [None] * len(jaxprs.inputs(program))
-        if equation.primitive.name == "shard_map":
-            times *= primitives.region(equation).num_devices
+        times *= repetitions(equation)
         outer = self.visited
         self.visited = _visited_share(equation) or outer
         inner = self._inside(program, operands, env, times)
@@ -299,9 +298,8 @@ def _moved(equation: jaxprs.Equation, weight: Weight) -> Weight | None:
             dims = primitives.removed_dims(equation) or ()
             names = tuple(n for i, n in enumerate(weight.names) if i not in dims)
         case "broadcast_in_dim":
-            dims = primitives.broadcast_dims(equation)
-            by_dim = dict(zip(dims, weight.names, strict=True))
-            names = tuple(map(by_dim.get, range(len(shape))))
+            dims = zip(primitives.broadcast_dims(equation), weight.names, strict=True)
+            names = tuple(map(dict(dims).get, range(len(shape))))
         case "reshape":
             return _reshaped(equation, weight)
         case _ if len(shape) == len(weight.names) and len(equation.outvars) == 1:
@@ -354,11 +352,6 @@ def _visited_share(equation: jaxprs.Equation) -> float | None:
     """The share of blocks that the kernels of a call compute; see ``scope.VISITS``."""
     found = _VISITS.search(jaxprs.name_scopes(equation))
     return int(found[1]) / int(found[2]) if found else None
-
-
-def _flops(equation: jaxprs.Equation) -> int:
-    """FLOPs of one equation's matmuls."""
-    return count_equation(equation).matmul
 
 
 def _nbytes(atom: Any) -> int:

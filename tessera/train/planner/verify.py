@@ -115,10 +115,6 @@ def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Ve
         return Verified(estimate, estimate, False, code + figures["error"])
     before = estimate.prediction
     bubble = figures["compute"] * before.bubble / (before.compute + before.bubble)
-    axes = figures["communication"]
-    limit = before.limit
-    if figures["exposed"] > 0.2 * figures["compute"]:
-        limit = f"communication over {max(axes, key=lambda name: axes[name])}"
     prediction = replace(
         before,
         compute=figures["compute"] - bubble,
@@ -126,7 +122,6 @@ def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Ve
         bubble=bubble,
         overhead=figures["idle"],
         memory_bytes=figures["memory"],
-        limit=limit,
         compiled=True,
     )
     fits = figures["memory"] <= capacity

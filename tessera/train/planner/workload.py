@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from tessera.foundations.tree import named_leaves, path_name
+from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.tracing import scope
@@ -22,7 +22,7 @@ from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model
 from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.models.model import Model
-from tessera.train.planner.products import Found, Lookup, Product, Weight
+from tessera.train.planner.products import Lookup, Product, TracedCosts, Weight
 from tessera.train.planner.traced_products import find_products
 
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
@@ -139,14 +139,16 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
       target: Whose kernels are chosen; those of CPUs where its compiler is missing.
       policies: Of rematerialization, each as ``training.remat`` takes it.
     """
-    traced = _Traced(config, target)
-    forward = traced.forward("none")
-    plain = traced.backward("none")
-    model = traced.model("none")
+    if not target.is_installed:
+        target = replace(target, compiler="cpu")
+    mesh = Mesh(("fsdp",), shape=(1,), target=target)
+    model = _model(config, mesh, "none")
+    forward = _traced(config, model, mesh, is_backward=False)
+    plain = _traced(config, model, mesh)
     parameters = tuple(_parameters(model, config))
     trained = {each.path for each in parameters if each.is_trained}
     backward_products = sum(
-        product.flops * (1 + (product.path in trained)) for product in forward.products
+        p.flops * (1 + (p.path in trained)) for p in forward.products
     )
     inner = max(plain.total_flops - forward.total_flops - backward_products, 0.0)
     layered = {each.path for each in parameters if each.is_layered}
@@ -166,14 +168,18 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         if each.is_layered and each.path in multiplied and width < each.itemsize
     )
     casts = (0, cast)
+    stacked = [each for each in parameters if "layers" in each.names]
+    layers = [each.shape[each.names.index("layers")] for each in stacked]
     recomputed = {}
     for policy in policies:
-        backward = plain if policy == "none" else traced.backward(policy)
+        remade = _model(config, mesh, policy)
+        backward = plain if policy == "none" else _traced(config, remade, mesh)
         more = backward.total_flops - plain.total_flops
         kept = max(backward.stacked_bytes - gradients - casts[policy == "none"], 0.0)
         again = min(max(more, 0.0), forward.inner_flops)
         share = max(more - again, 0.0) / in_layers if in_layers else 0.0
-        more_rows = traced.backward(policy, _ROWS).operations - backward.operations
+        rows = _traced(config, remade, mesh, _ROWS)
+        more_rows = rows.operations - backward.operations
         recomputed[str(policy)] = Recomputed(
             products=min(share, 1.0),
             inner_flops=again,
@@ -183,7 +189,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         )
     return Workload(
         sequence_length=config.training.sequence_length,
-        num_layers=_num_layers(parameters),
+        num_layers=max(layers, default=1),
         matmul_dtype="float8" if precision.fp8 else precision.computation,
         reduced_itemsize=jnp.dtype(precision.reduction).itemsize,
         parameters=parameters,
@@ -198,51 +204,34 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     )
 
 
-class _Traced:
-    """Traces the loss of one sequence, as one device of a target computes it."""
+def _model(config: Config, mesh: Mesh, policy: Any) -> Model:
+    """The model with a policy of rematerialization, on one device."""
+    training = replace(config.training, remat=policy)
+    if training.precision.fp8:  # the same products, of other operands
+        training = replace(training, mixed_precision="bf16")
+    on_one = replace(config.model, mesh_shape=((1,), ("fsdp",)))
+    return build_model(replace(config, model=on_one, training=training), mesh)
 
-    def __init__(self, config: Config, target: Target) -> None:
-        self.config = config
-        if not target.is_installed:
-            target = replace(target, compiler="cpu")
-        self.mesh = Mesh(("fsdp",), shape=(1,), target=target)
 
-    def model(self, policy: Any) -> Model:
-        training = replace(self.config.training, remat=policy)
-        model = replace(self.config.model, mesh_shape=((1,), ("fsdp",)))
-        if training.precision.fp8:  # the same products, of other operands
-            training = replace(training, mixed_precision="bf16")
-        config = replace(self.config, model=model, training=training)
-        return build_model(config, self.mesh)
+def _traced(
+    config: Config, model: Model, mesh: Mesh, rows: int = 1, *, is_backward: bool = True
+) -> TracedCosts:
+    """What the loss of some sequences costs, or its gradient, on one device."""
 
-    def forward(self, policy: Any) -> Found:
-        return self._found(self.model(policy))
+    def loss(trained: Any, params: Any, batch: Any) -> Any:
+        whole, chunk = model.with_frozen(trained, params), config.training.loss_chunk
+        return model.loss(whole, batch, model.place(None), chunk=chunk)[0]
 
-    def backward(self, policy: Any, rows: int = 1) -> Found:
-        return self._found(self.model(policy), rows, is_backward=True)
-
-    def _found(
-        self, model: Model, rows: int = 1, *, is_backward: bool = False
-    ) -> Found:
-        chunk = self.config.training.loss_chunk
-
-        def loss(trained: Any, params: Any, batch: Any) -> Any:
-            whole = model.with_frozen(trained, params)
-            return model.loss(whole, batch, model.place(None), chunk=chunk)[0]
-
-        shape = (rows, self.config.training.sequence_length)
-        struct = jax.ShapeDtypeStruct(shape, jnp.int32)
-        params = model.abstract()
-        inputs = (model.trained(params), params)
-        traced = jax.grad(loss) if is_backward else loss
-        with scope.opened(Scope(mesh=self.mesh)):
-            closed = jax.make_jaxpr(traced)(*inputs, dict.fromkeys(_BATCH, struct))
-        names = _dim_names(model)
-        weights: list[Weight | None] = [
-            Weight(path, names[path]) for tree in inputs for path in named_leaves(tree)
-        ]
-        weights += [None] * len(_BATCH)
-        return find_products(closed, weights)
+    struct = jax.ShapeDtypeStruct((rows, config.training.sequence_length), jnp.int32)
+    params, names = model.abstract(), _dim_names(model)
+    inputs = (model.trained(params), params)
+    traced = jax.grad(loss) if is_backward else loss
+    with scope.opened(Scope(mesh=mesh)):
+        closed = jax.make_jaxpr(traced)(*inputs, dict.fromkeys(_BATCH, struct))
+    weights = [
+        Weight(path, names[path]) for tree in inputs for path in named_leaves(tree)
+    ]
+    return find_products(closed, [*weights, *([None] * len(_BATCH))])
 
 
 def _parameters(model: Model, config: Config) -> list[Parameter]:
@@ -274,19 +263,6 @@ def _parameters(model: Model, config: Config) -> list[Parameter]:
 
 def _dim_names(model: Model) -> dict[str, tuple[str | None, ...]]:
     """The logical names of each parameter's dims, by the parameter's name."""
-    found: dict[str, tuple[str | None, ...]] = {}
-
-    def note(path: tuple[object, ...], _: Any, names: tuple[str | None, ...]) -> None:
-        found[path_name(path)] = names
-
-    jax.tree_util.tree_map_with_path(note, model.abstract(), model.dim_names())
-    return found
-
-
-def _num_layers(parameters: tuple[Parameter, ...]) -> int:
-    sizes = [
-        each.shape[each.names.index("layers")]
-        for each in parameters
-        if "layers" in each.names
-    ]
-    return max(sizes, default=1)
+    tree = model.abstract()
+    names = jax.tree.structure(tree).flatten_up_to(model.dim_names())
+    return dict(zip(named_leaves(tree), names, strict=True))

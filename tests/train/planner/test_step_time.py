@@ -16,7 +16,7 @@ from tessera.train.config.command_line import compose
 from tessera.train.config.config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.communication import Communication
-from tessera.train.planner.device_work import Compute
+from tessera.train.planner.device_work import PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.workload import workload
@@ -71,7 +71,7 @@ def seconds(layout: Layout) -> float:
 
 @pytest.mark.full
 def test_products_in_layers_alone_run_at_the_peak_of_fp8():
-    def compute(precision: str) -> Compute:
+    def compute(precision: str) -> PassSeconds:
         words = ("model=llama3.2_1b", f"training.mixed_precision={precision}")
         settings = compose(words, configs_dir()).config
         found = traced(settings, Target.parse("h100:1x8", "cpu"), "full")

@@ -8,13 +8,13 @@ import numpy as np
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.tracing.scope import FALLBACK
-from tessera.train.planner.products import Found, Weight
+from tessera.train.planner.products import TracedCosts, Weight
 from tessera.train.planner.traced_products import find_products
 
 F32 = jnp.float32
 
 
-def found(function, weights, *others) -> Found:
+def found(function, weights, *others) -> TracedCosts:
     """The products of a function of some parameters, given by shape and names."""
     structs = [jax.ShapeDtypeStruct(shape, F32) for shape, _ in weights.values()]
     inputs = [Weight(path, names) for path, (_, names) in weights.items()]
