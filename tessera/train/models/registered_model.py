@@ -278,7 +278,7 @@ class RegisteredModel(Model):
         place = self.place(None)
         named = named_leaves(self._shapes)
         rest = {name: named[name] for name in self._rest_dims}
-        model, blocks = self._open(*zeros((rest, self._blocks[0])), place)
+        model, blocks = self._open(zeros(rest), zeros(self._blocks[0]), place)
         inputs = zeros(self._abstract_inputs(*hidden.shape[:2]))
         inputs[INDEX] = jnp.int32(0)
         hidden = call(model.block, inputs, blocks[0], hidden)
