@@ -47,18 +47,18 @@ class Block(nnx.Module):
     """Attention, then an MLP or experts; each after a norm, with a residual."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        shape, names = (config.num_layers, config.d_model), ("layers", "norm")
-        self.pre_attention_norm = RMSNorm(shape, names, config)
+        norm = {"layers": config.num_layers, "norm": config.d_model}
+        self.pre_attention_norm = RMSNorm(norm, config)
         self.attention = Attention(config, rngs=rngs)
-        self.pre_mlp_norm = RMSNorm(shape, names, config)
+        self.pre_mlp_norm = RMSNorm(norm, config)
         if config.num_experts:
             self.experts = Experts(config, rngs=rngs)
         else:
             self.mlp = MLP(config, rngs=rngs)
         self.has_post_norms = config.post_norms
         if config.post_norms:
-            self.post_attention_norm = RMSNorm(shape, names, config)
-            self.post_mlp_norm = RMSNorm(shape, names, config)
+            self.post_attention_norm = RMSNorm(norm, config)
+            self.post_mlp_norm = RMSNorm(norm, config)
 
     def __call__(
         self,
@@ -107,15 +107,12 @@ class Decoder(nnx.Module):
         self.config = config
         # Unit-variance inputs after the scaling by sqrt(d_model), unit-variance logits.
         init = jax.nn.initializers.normal(config.d_model**-0.5)
-        shape = (config.vocab_size, config.d_model)
-        table = init(rngs.params(), shape, jnp.float32)
-        self.embedding = parameter(table, "vocab", "table")
+        table = {"vocab": config.vocab_size, "table": config.d_model}
+        self.embedding = parameter(init, rngs.params(), table)
         if not config.tied_head:
-            self.head = parameter(
-                init(rngs.params(), shape, jnp.float32), "vocab", "table"
-            )
+            self.head = parameter(init, rngs.params(), table)
         self.decoder = Block(config, rngs=rngs)
-        self.final_norm = RMSNorm((config.d_model,), ("norm",), config)
+        self.final_norm = RMSNorm({"norm": config.d_model}, config)
 
     def embed(
         self, tokens: Int[Array, "batch seq"], *, place: Placement = NO_MESH

@@ -5,7 +5,6 @@
 over layers as in ``layers.py``, and their layout.
 """
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -28,25 +27,15 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        router_init = fan_in_init(-2, -1)
-        init = fan_in_init(-2, -1, batch_axis=(0, 1))
-        layers, experts = config.num_layers, config.num_experts
-        wide = (layers, experts, config.d_model, config.mlp_dim)
-        narrow = (layers, experts, config.mlp_dim, config.d_model)
-        shape = (layers, config.d_model, experts)
-        self.router = parameter(
-            router_init(rngs.params(), shape, jnp.float32), "layers", "embed", "router"
-        )
-        names = ("layers", "experts", "embed", "mlp")
-        self.gate = parameter(init(rngs.params(), wide, jnp.float32), *names)
-        self.up = parameter(init(rngs.params(), wide, jnp.float32), *names)
-        self.down = parameter(
-            init(rngs.params(), narrow, jnp.float32),
-            "layers",
-            "experts",
-            "mlp",
-            "embed",
-        )
+        layers, experts = {"layers": config.num_layers}, {"experts": config.num_experts}
+        embed, mlp = {"embed": config.d_model}, {"mlp": config.mlp_dim}
+        router = layers | embed | {"router": config.num_experts}
+        wide, narrow = layers | experts | embed | mlp, layers | experts | mlp | embed
+        self.router = parameter(fan_in_init(-2, -1, 0), rngs.params(), router)
+        init = fan_in_init(-2, -1, (0, 1))
+        self.gate = parameter(init, rngs.params(), wide)
+        self.up = parameter(init, rngs.params(), wide)
+        self.down = parameter(init, rngs.params(), narrow)
         self.options = RoutingOptions(
             top_k=config.experts_per_token,
             renormalize=config.renormalize_experts,

@@ -8,9 +8,9 @@ Shape suffixes: B batch, S query position, T key position, D d_model, F mlp, H q
 heads, G key/value heads, K head_dim.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,26 +35,18 @@ KV_HEADS: Final = ("batch", "context", "kv_heads", None)
 Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
 
-def parameter(value: Array, *names: str) -> nnx.Param[Array]:
-    """A parameter with the logical name of each of its dims."""
-    spec = ShardSpec(partition=tuple(range(len(names))), mesh_axes=names)
-    return nnx.Param(value, shard_spec=spec)
+fan_in_init = partial(
+    jax.nn.initializers.variance_scaling, 1.0, "fan_in", "truncated_normal"
+)
+"""Truncated normal with variance 1 / fan-in, of ``in_axis`` and ``out_axis``."""
 
 
-def fan_in_init(
-    in_axis: int | tuple[int, ...],
-    out_axis: int | tuple[int, ...],
-    batch_axis: int | tuple[int, ...] = 0,
-) -> jax.nn.initializers.Initializer:
-    """Truncated normal with variance 1 / fan-in, independent along the batch axes."""
-    return jax.nn.initializers.variance_scaling(
-        1.0,
-        "fan_in",
-        "truncated_normal",
-        in_axis=in_axis,
-        out_axis=out_axis,
-        batch_axis=batch_axis,
-    )
+def parameter(
+    init: jax.nn.initializers.Initializer, key: Any, dims: Mapping[str, int]
+) -> nnx.Param[Array]:
+    """A parameter with the logical name and the size of each of its dims."""
+    spec = ShardSpec(partition=tuple(range(len(dims))), mesh_axes=tuple(dims))
+    return nnx.Param(init(key, tuple(dims.values()), jnp.float32), shard_spec=spec)
 
 
 def recomputed(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -70,20 +62,18 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last dim, with a scale; float32 inside.
 
     Args:
-      shape: Shape of the scale; the last dim is the normalized one.
-      names: Logical names of its dims.
+      dims: Logical names and sizes of the scale's dims; the last is normalized.
       config: For ``norm_epsilon``, which is added to the mean square, and
         ``norm_unit_offset``: whether the factor is 1 + scale.
 
     Source: arXiv 1910.07467.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], names: tuple[str, ...], config: DecoderConfig
-    ) -> None:
+    def __init__(self, dims: Mapping[str, int], config: DecoderConfig) -> None:
         self.epsilon, self.offset = config.norm_epsilon, config.norm_unit_offset
-        initial = jnp.zeros if self.offset else jnp.ones
-        self.scale = parameter(initial(shape, jnp.float32), *names)
+        initializers = jax.nn.initializers
+        initial = initializers.zeros if self.offset else initializers.ones
+        self.scale = parameter(initial, None, dims)
 
     def __call__(self, x: Float[Array, "*dims last"]) -> Float[Array, "*dims last"]:
         """``x`` normalized, in its own dtype."""
@@ -121,18 +111,11 @@ class Projection(nnx.Module):
         last = self.num_inputs + len(outputs) + 1
         first = self.num_inputs + 1
 
-        def new(
-            init: jax.nn.initializers.Initializer,
-            key: jax.Array,
-            dims: dict[str, int],
-        ) -> nnx.Param[Array]:
-            return parameter(init(key, tuple(dims.values()), jnp.float32), *dims)
-
-        init = fan_in_init(tuple(range(1, first)), tuple(range(first, last)))
+        init = fan_in_init(tuple(range(1, first)), tuple(range(first, last)), 0)
         zeros = jax.nn.initializers.zeros
-        self.kernel = new(init, key, layers | inputs | outputs)
+        self.kernel = parameter(init, key, layers | inputs | outputs)
         if bias:
-            self.bias = new(zeros, key, layers | outputs)
+            self.bias = parameter(zeros, key, layers | outputs)
         self.scale: float | None = None
         if name in config.lora_targets:
             self.scale = config.lora.scale
@@ -144,8 +127,8 @@ class Projection(nnx.Module):
             self.lora_dims = (*inputs, "lora_rank"), ("lora_rank", *outputs)
             # A key of its own: the weights are those of the model without adapters.
             key = jax.random.fold_in(key, 1)
-            self.lora_a = new(uniform, key, layers | inputs | rank)
-            self.lora_b = new(zeros, key, layers | rank | outputs)
+            self.lora_a = parameter(uniform, key, layers | inputs | rank)
+            self.lora_b = parameter(zeros, key, layers | rank | outputs)
 
     def __call__(
         self, x: Float[Array, "batch seq ..."], place: Placement
@@ -219,10 +202,9 @@ class Attention(nnx.Module):
         bias = config.output_bias
         self.output = new("o_proj", inputs=heads, outputs=embed, bias=bias)
         if config.qk_norm:
-            shape = config.num_layers, config.head_dim
-            names = "layers", "head_dim"
-            self.query_norm = RMSNorm(shape, names, config)
-            self.key_norm = RMSNorm(shape, names, config)
+            dims = {"layers": config.num_layers, "head_dim": config.head_dim}
+            self.query_norm = RMSNorm(dims, config)
+            self.key_norm = RMSNorm(dims, config)
 
     def __call__(
         self,
