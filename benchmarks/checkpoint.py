@@ -41,7 +41,7 @@ from tessera.train.config.config import (  # noqa: E402
 from tessera.train.data.cursor import Cursor  # noqa: E402
 from tessera.train.loop.build_run import Run  # noqa: E402
 from tessera.train.loop.train_state import init_state  # noqa: E402
-from tessera.train.models.registry import config_of  # noqa: E402
+from tessera.train.models.named_models import config_of  # noqa: E402
 
 # Widths of a model of 12 layers: about 30 MB, 200 MB, 1.3 GB of state.
 WIDTHS = (128, 512, 1280)

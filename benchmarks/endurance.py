@@ -35,7 +35,7 @@ from tessera.train.loop.build_run import Run  # noqa: E402
 from tessera.train.loop.console import Console  # noqa: E402
 from tessera.train.loop.metrics import MetricWriter  # noqa: E402
 from tessera.train.loop.training_loop import Trainer  # noqa: E402
-from tessera.train.models.registry import config_of  # noqa: E402
+from tessera.train.models.named_models import config_of  # noqa: E402
 
 MESHES = {
     "fsdp": ((8,), ("fsdp",)),

@@ -42,8 +42,8 @@ from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.decoder import Block
 from tessera.train.models.decoder.layers import recomputed, rotate
 from tessera.train.models.decoder.rotary import Rotation, frequencies
+from tessera.train.models.named_models import config_of
 from tessera.train.models.partition_rules import NO_MESH
-from tessera.train.models.registry import config_of
 from tessera.train.runtime.devices import prepare_devices
 
 TARGETS: Final = ("h100:1x1",)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models.decoder.cached_decoding import CachedDecoding
 from tessera.train.models.decoder.config import LoraConfig
-from tessera.train.models.decoder.decoding import CachedDecoding
 
 # Fields that are drawn; the others change nothing that a cache could get wrong.
 DRAWN = {

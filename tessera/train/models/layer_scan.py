@@ -45,7 +45,7 @@ def policies_of(remat: Any, kinds: Sequence[str]) -> Policies:
         each layer.
 
     Example:
-      >>> from tessera.train.models.registry import config_of
+      >>> from tessera.train.models.named_models import config_of
       >>> policies_of({"global": "full"}, config_of("tiny").layer_kinds)
       ('none', 'none', 'none', 'none', 'none', 'full')
     """

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -212,7 +213,7 @@ def _equinox(cls: Any, config: Any, equinox: Any, name: str | None) -> Adapter:
         if name is None:
             return module, ()
         blocks = _sequence(cls, name, getattr(module, name, None))
-        return equinox.tree_at(lambda x: getattr(x, name), module, None), blocks
+        return equinox.tree_at(attrgetter(name), module, None), blocks
 
     def describe(block: Any) -> tuple[Any, str]:
         static = equinox.filter(block, _is_array, inverse=True)

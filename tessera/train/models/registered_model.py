@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from tessera.analysis.flops import count
 from tessera.errors import DimTableError, ModelDefinitionError, OperandError
-from tessera.foundations.tree import Tree, named_leaves, nest, zeros
+from tessera.foundations.tree import Tree, named_leaves, nest
+from tessera.graph.pipelining.ring_buffers import zeros
+from tessera.graph.rewriting import contains
 from tessera.mesh import Mesh
-from tessera.ops.rematerialization import names_values
 from tessera.ops.wide_gradients import is_copy
 from tessera.train.models.block_methods import INDEX, call
 from tessera.train.models.decoding import Decoding, RecomputedDecoding
@@ -269,7 +270,7 @@ class RegisteredModel(Model):
         if NAMED not in self.policies:
             return self.policies
         block = jax.make_jaxpr(self._block_of_zeros)(self._hidden)
-        if names_values(block):
+        if contains(block, lambda equation: equation.primitive.name == "name"):
             return self.policies
         return tuple("dots" if name == NAMED else name for name in self.policies)
 
@@ -277,8 +278,8 @@ class RegisteredModel(Model):
         """One block, whose parameters and inputs are zeros."""
         place = self.place(None)
         named = named_leaves(self._shapes)
-        rest = {name: named[name] for name in self._rest_dims}
-        model, blocks = self._open(zeros(rest), zeros(self._blocks[0]), place)
+        rest = zeros({name: named[name] for name in self._rest_dims})
+        model, blocks = self._open(rest, zeros(self._blocks[0]), place)
         inputs = zeros(self._abstract_inputs(*hidden.shape[:2]))
         inputs[INDEX] = jnp.int32(0)
         hidden = call(model.block, inputs, blocks[0], hidden)

@@ -36,7 +36,7 @@ from tessera.train.loop.optimizers import OPTIMIZERS, AdamWConfig
 from tessera.train.models.axis_rules import RULES
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, definition_of
-from tessera.train.models.registry import config_of, model_names
+from tessera.train.models.named_models import config_of, model_names
 from tests.train.config.command_lines import CONFIGS_DIR, ROOT, composed
 
 # --- what command lines mean

@@ -5,7 +5,7 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.train.config.command_line import compose
-from tessera.train.models.registry import model_names
+from tessera.train.models.named_models import model_names
 from tests.train.config.command_lines import CONFIGS_DIR, composed
 
 

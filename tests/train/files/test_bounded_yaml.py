@@ -81,7 +81,7 @@ def test_no_other_module_parses_yaml_of_others():
     }
     assert found == {
         "train/files/bounded_yaml.py",
-        "train/models/registry.py",  # a file of this package
+        "train/models/named_models.py",  # a file of this package
         "train/config/command_line.py",  # what this run composed, here and below
         "train/loop/console.py",
         "train/trackers/tracking.py",

@@ -9,7 +9,7 @@ import pytest
 from tessera.train.config.config import Config, ModelConfig, TrainingConfig
 from tessera.train.config.settings_checks import check
 from tessera.train.loop.optimizers import AdafactorConfig, AdamWConfig
-from tessera.train.models.registry import config_of
+from tessera.train.models.named_models import config_of
 
 
 def settings(sizes: Any = (1,), axes: Any = ("dp",), **training: Any) -> Config:

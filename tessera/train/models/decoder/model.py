@@ -67,7 +67,7 @@ class DecoderModel(Model):
       fp8: Whether the projections of blocks multiply 8-bit operands.
 
     Example:
-      >>> from tessera.train.models.registry import config_of
+      >>> from tessera.train.models.named_models import config_of
       >>> model = DecoderModel(config_of("gemma3_270m"))
       >>> model.abstract()["decoder"]["mlp"]["up"]["kernel"].shape
       (18, 640, 2048)
@@ -233,7 +233,7 @@ class DecoderModel(Model):
 
     def decoding(self, mesh: Mesh | None, dtype: Any = None) -> Decoding:
         """The decoder with a cache of keys and values of a dtype; see ``generate``."""
-        from tessera.train.models.decoder.decoding import CachedDecoding
+        from tessera.train.models.decoder.cached_decoding import CachedDecoding
 
         return CachedDecoding.of(self, mesh, dtype)
 

@@ -59,7 +59,7 @@ def frequencies(config: DecoderConfig, kind: str) -> tuple[Array, float]:
       Radians per position, f32 ``[K / 2]``, and the factor.
 
     Example:
-      >>> from tessera.train.models.registry import config_of
+      >>> from tessera.train.models.named_models import config_of
       >>> slow, _ = frequencies(config_of("gemma3_4b"), "global")
       >>> print(slow[:2].round(4))
       [0.125  0.1122]

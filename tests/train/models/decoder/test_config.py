@@ -7,7 +7,7 @@ import pytest
 from tessera.errors import ModelShapeError, UnknownModelError
 from tessera.train.models import DecoderModel, config_of, model_names
 from tessera.train.models.families.registry import family_for
-from tessera.train.models.registry import configs_dir
+from tessera.train.models.named_models import configs_dir
 
 # Of the published checkpoints, with a tied head counted once. Those of Gemma 3 from 4B
 # up hold an image encoder and a projector of 1152 * d_model + 1152, too. For their text
@@ -82,7 +82,9 @@ def test_a_key_that_no_model_has_is_an_error(key: str, tmp_path, monkeypatch) ->
     (tmp_path / "model").mkdir()
     text = (configs_dir() / "model" / "tiny.yaml").read_text()
     (tmp_path / "model" / "other.yaml").write_text(f"{text}{key}: 2\n")
-    monkeypatch.setattr("tessera.train.models.registry.configs_dir", lambda: tmp_path)
+    monkeypatch.setattr(
+        "tessera.train.models.named_models.configs_dir", lambda: tmp_path
+    )
     with pytest.raises(ModelShapeError, match=key):
         config_of("other")
 
