@@ -31,68 +31,69 @@ def as_text(measured: Measured, balance: Balance, ledger: Ledger) -> str:
       balance: The amounts, and the device's peaks where they are known.
       ledger: The collectives.
     """
-    count, whole = measured.executions, measured.seconds
+    data, whole = as_json(measured, balance, ledger), measured.seconds
     title = (
-        f"measured on {balance.device_kind}, per device and execution: mean of {count} "
-        f"executions of {format_seconds(whole)}"
+        f"measured on {balance.device_kind}, per device and execution: mean of "
+        f"{measured.executions} executions of {format_seconds(whole)}"
     )
-    table = aligned(_COLUMNS, _rows(measured, balance, ledger), right=_COLUMNS[1:])
+    table = aligned(_COLUMNS, _rows(measured, balance, data), right=_COLUMNS[1:])
     notes = ["a collective's time includes waiting for the other devices"]
     if measured.overlap is not None:
         hidden = f"{100 * measured.overlap:.0f} %"
         notes.insert(0, f"{hidden} of communication ran while the device computed")
-    achieved = balance.flops / whole
-    text = f"over the whole step {format_flops(achieved)} FLOP/s in matmuls"
-    rate = _share(achieved, _peak_flops(balance))
-    notes.append(text + (f", {rate} of the peak" if rate else ""))
+    achieved = format_flops(data["matmul_flops_per_second"])
+    share = _percent(data["matmul_share_of_peak"])
+    text = f"over the whole step {achieved} FLOP/s in matmuls"
+    notes.append(text + (f", {share} of the peak" if share else ""))
     if balance.device_kind == "cpu":
         notes.append("devices simulated on a CPU share its cores")
-    elif not rate:
+    elif not share:
         notes.append("the peaks of this device are not known")
     return "\n".join([title, table, *notes])
 
 
 def as_json(measured: Measured, balance: Balance, ledger: Ledger) -> dict[str, Any]:
     """The same as plain data: seconds, bytes/s, FLOP/s, shares of 1."""
-    link = _link(balance)
-    data = measured.as_json()
+    machine, data = machine_of_kind(balance.device_kind), measured.as_json()
     for entry in data["communication"]:
         rate = _bandwidth(measured, ledger, tuple(entry["axes"]))
+        is_known = rate and machine
         entry["bytes_per_second"] = rate
-        entry["share_of_peak"] = rate / link if rate and link else None
-    achieved, best = balance.flops / measured.seconds, _peak_flops(balance)
+        entry["share_of_peak"] = rate / machine.links[0].bandwidth if is_known else None
+    achieved, least = balance.flops / measured.seconds, balance.compute
     data["matmul_flops_per_second"] = achieved
-    data["matmul_share_of_peak"] = achieved / best if best else None
+    data["matmul_share_of_peak"] = least / measured.seconds if least else None
     return data
 
 
-def _rows(measured: Measured, balance: Balance, ledger: Ledger) -> Iterator[list[str]]:
-    whole = measured.seconds
-    rate = balance.flops / measured.compute if measured.compute else 0.0
+def _rows(
+    measured: Measured, balance: Balance, data: dict[str, Any]
+) -> Iterator[list[str]]:
+    whole, spent, least = measured.seconds, measured.compute, balance.compute
     yield [
         "computation",
         f"{format_flops(balance.flops)} FLOPs in matmuls",
         "",
-        format_seconds(measured.compute),
-        _share(measured.compute, whole),
+        format_seconds(spent),
+        _percent(spent / whole),
         "",
-        f"{format_flops(rate)} FLOP/s",
-        _share(rate, _peak_flops(balance)),
+        f"{format_flops(balance.flops / spent if spent else 0.0)} FLOP/s",
+        _percent(least / spent if least and spent else None),
     ]
-    for axes, spent in measured.communication.items():
-        bandwidth = _bandwidth(measured, ledger, axes)
+    for entry in data["communication"]:
+        axes, rate = tuple(entry["axes"]), entry["bytes_per_second"]
         yield [
             f"communication over {'×'.join(axes)}",
             format_bytes(balance.communicated[axes]),
-            f"{spent.calls:g}",
-            format_seconds(spent.seconds),
-            _share(spent.seconds, whole),
-            _share(spent.hidden, spent.seconds),
-            f"{format_bytes(bandwidth)}/s" if bandwidth else "",
-            _share(bandwidth or 0.0, _link(balance)),
+            f"{entry['calls']:g}",
+            format_seconds(entry["seconds"]),
+            _percent(entry["seconds"] / whole),
+            _percent(entry["hidden"] / entry["seconds"] if entry["seconds"] else None),
+            f"{format_bytes(rate)}/s" if rate else "",
+            _percent(entry["share_of_peak"]),
         ]
     idle = measured.idle
-    yield ["idle", "", "", format_seconds(idle), _share(idle, whole), "", "", ""]
+    yield ["idle", "", "", format_seconds(idle), _percent(idle / whole), "", "", ""]
 
 
 def _bandwidth(
@@ -108,14 +109,5 @@ def _bandwidth(
     return sent / seconds if seconds else None
 
 
-def _link(balance: Balance) -> float | None:
-    found = machine_of_kind(balance.device_kind)
-    return found.links[0].bandwidth if found else None
-
-
-def _peak_flops(balance: Balance) -> float | None:
-    return balance.flops / balance.compute if balance.compute else None
-
-
-def _share(part: float, whole: float | None) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else ""
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
