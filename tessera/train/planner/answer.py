@@ -2,16 +2,16 @@
 """``Answer``: the layouts that the planner advises, as text and as JSON."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.target import Target
-from tessera.train.planner.layout import Layout
+from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.prediction import Prediction
-from tessera.train.planner.search import Candidate, Found
+from tessera.train.planner.search import Candidate, SearchResult
 from tessera.train.planner.space import Space
 from tessera.train.planner.verify import Verified
 
@@ -41,7 +41,7 @@ class Answer:
     target: Target
     space: Space
     words: tuple[str, ...]
-    found: Found
+    found: SearchResult
     verified: tuple[Verified, ...] = ()
 
     @property
@@ -63,10 +63,9 @@ class Answer:
 
     def command(self, layout: Layout) -> str:
         """A command line that trains in a layout."""
-        kept = [word for word in self.words if word.partition("=")[0] not in _HIDDEN]
         overrides = layout.overrides()
-        changed = {word.partition("=")[0] for word in overrides}
-        kept = [word for word in kept if word.partition("=")[0] not in changed]
+        changed = [word.partition("=")[0] for word in overrides]
+        kept = without(self.words, *_HIDDEN, *changed)
         return shlex.join(["tessera", "train", *kept, *overrides])
 
     def as_text(self, rows: int = 10) -> str:
@@ -234,8 +233,3 @@ def _certainty(candidate: Candidate) -> str:
     if candidate.prediction.compiled:
         return "the compiler's"
     return "estimated" if candidate.is_safe else "estimated, close to the limit"
-
-
-def safest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates whose memory is safe, then the others; both in their order."""
-    return sorted(candidates, key=lambda each: not each.is_safe)

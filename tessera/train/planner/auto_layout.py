@@ -14,7 +14,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -30,7 +30,7 @@ from tessera.train.loop.run_folder import CHECKPOINTS
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.auto_remat import AUTO as AUTO_REMAT
 from tessera.train.planner.auto_remat import choose_remat
-from tessera.train.planner.layout import SETTINGS, override
+from tessera.train.planner.layout import SETTINGS, override, without
 from tessera.train.planner.plan_run import plan_run
 from tessera.train.planner.search import Candidate
 from tessera.train.runtime.accelerators import assign_devices
@@ -67,7 +67,7 @@ def with_layout(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     if AUTO in words:
         return _with_mesh([word for word in words if word not in (AUTO, AUTO_REMAT)])
-    asked = _without(words, "training.remat", *_OF_TARGET)
+    asked = without(words, "training.remat", *_OF_TARGET)
     policy, note = choose_remat(asked, Target.parse(_target(words)))
     line = [
         f"training.remat={policy}" if word == AUTO_REMAT else word
@@ -80,16 +80,16 @@ def _with_mesh(given: Sequence[str]) -> tuple[list[str], list[str]]:
     target, run = _target(given), _RecordedRun.find(given)
     line = _to_run(given)
     if run is not None and run.fits(Target.parse(target)):
-        layout = _without(run.overrides(), *map(_key, given))
+        layout = without(run.overrides(), *map(_key, given))
         return [*line, *layout], [f"the layout is that of the run in {run.folder}"]
-    asked = [*_without(given, "runtime.target"), f"runtime.target={target}"]
+    asked = [*without(given, "runtime.target"), f"runtime.target={target}"]
     if run is not None and _BATCH not in map(_key, given):
         asked.append(f"{_BATCH}={run.global_batch_size}")
     answer = plan_run(asked, verified=0)
     best, reason = _safest(answer)
     overrides = best.layout.overrides()
     overrides.append(f"{_BATCH}={answer.space.global_batch_size}")
-    line = _without(line, *map(_key, overrides))
+    line = without(line, *map(_key, overrides))
     text = answer.as_text(rows=3).rpartition("\n\n")[0]
     chosen = f"{AUTO} chose {describe(best.layout)}, {reason}"
     return [*line, *overrides], [chosen, *text.splitlines()]
@@ -98,7 +98,7 @@ def _with_mesh(given: Sequence[str]) -> tuple[list[str], list[str]]:
 def _to_run(words: Sequence[str]) -> list[str]:
     """The words of a run: it is on what is here, and a dry run keeps its target."""
     is_dry = "training.dry_run=true" in words
-    return list(words) if is_dry else _without(words, *_OF_TARGET)
+    return list(words) if is_dry else without(words, *_OF_TARGET)
 
 
 def _safest(answer: Answer) -> tuple[Candidate, str]:
@@ -108,11 +108,6 @@ def _safest(answer: Answer) -> tuple[Candidate, str]:
             return each, "the fastest that surely fits"
     smallest = min(answer.ranked, key=lambda each: each.prediction.memory_bytes)
     return smallest, "the smallest, as none surely fits"
-
-
-def _without(words: Iterable[str], *keys: str) -> list[str]:
-    """The words that set none of these settings."""
-    return [word for word in words if _key(word) not in keys]
 
 
 def _key(word: str) -> str:

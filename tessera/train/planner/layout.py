@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
@@ -126,3 +126,8 @@ def override(path: str, value: Any) -> str:
     is_text = isinstance(value, str)
     text = value if is_text else json.dumps(value, separators=(",", ":"))
     return f"{path}={text}"
+
+
+def without(words: Iterable[str], *paths: str) -> list[str]:
+    """The words of a command line that set none of these settings."""
+    return [word for word in words if word.partition("=")[0] not in paths]

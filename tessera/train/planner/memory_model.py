@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MemoryModel``: predicts the memory of one device for a layout, without compiling.
+"""``memory_of``: predicts the memory of one device for a layout, without compiling.
 
 The state is exact: the parameters and the state of the optimizer by their declared
 layouts. The rest is the larger of two moments. While the loss is computed, everything
@@ -72,112 +72,101 @@ def is_safe(nbytes: float, machine: Machine) -> bool:
     return nbytes * MARGIN[machine.platform] <= machine.memory_bytes
 
 
-class MemoryModel:
-    """Predicts the memory of the layouts of one run.
+def memory_of(device: DeviceWork, layout: Layout) -> MemoryEstimate:
+    """The memory of a layout.
 
     Args:
-      machine: The device.
+      device: The part of the work that one device has.
+      layout: The layout.
     """
+    parameters, states = _state_bytes(device, layout.zero_stage)
+    optimizer = sum(states)
+    # Offloaded moments come back to the device for the update, an array at a time.
+    on_device = max(states) if layout.offload else optimizer
+    parts = max(_moments(device, layout), key=sum)
+    on_host = optimizer if layout.offload else 0.0
+    return MemoryEstimate(parameters, on_device, *parts, on_host)
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
 
-    def estimate(self, device: DeviceWork, layout: Layout) -> MemoryEstimate:
-        """The memory of a layout.
+def _state_bytes(device: DeviceWork, zero_stage: int) -> tuple[float, list[float]]:
+    """Bytes of the parameters, and of the state for each of them, on one device."""
+    copies = device.place.mesh.shape.get("dp", 1) if device.place.mesh else 1
+    of_params = 0.0
+    states: list[float] = []
+    for each in device.work.parameters:
+        local = device.scalars(each)
+        split = copies if local % copies == 0 else 1
+        stored = each.itemsize / (split if zero_stage == 3 else 1)
+        of_params += local * stored
+        states.append(local * each.state_bytes / (split if zero_stage else 1))
+    return of_params, states
 
-        Args:
-          device: The part of the work that one device has.
-          layout: The layout.
-        """
-        parameters, states = self._state_bytes(device, layout.zero_stage)
-        optimizer = sum(states)
-        # Offloaded moments come back to the device for the update, an array at a time.
-        on_device = max(states) if layout.offload else optimizer
-        parts = max(self._moments(device, layout), key=sum)
-        on_host = optimizer if layout.offload else 0.0
-        return MemoryEstimate(parameters, on_device, *parts, on_host)
 
-    def _state_bytes(
-        self, device: DeviceWork, zero_stage: int
-    ) -> tuple[float, list[float]]:
-        """Bytes of the parameters, and of the state for each of them, on one device."""
-        copies = device.place.mesh.shape.get("dp", 1) if device.place.mesh else 1
-        of_params = 0.0
-        states: list[float] = []
-        for each in device.work.parameters:
-            local = device.scalars(each)
-            split = copies if local % copies == 0 else 1
-            stored = each.itemsize / (split if zero_stage == 3 else 1)
-            of_params += local * stored
-            states.append(local * each.state_bytes / (split if zero_stage else 1))
-        return of_params, states
+def _moments(
+    device: DeviceWork, layout: Layout
+) -> tuple[tuple[float, float, float, float], ...]:
+    """Kept, gradients, working and tables: at the loss, and in a layer."""
+    work, sizes = device.work, layout.sizes
+    stages, policy = sizes.get("pp", 1), str(layout.remat)
+    kept = device.kept_bytes(layout.micro_batch_size, policy) * device.stage_share
+    whole = device.kept_bytes(layout.micro_batch_size, "none")
+    tables, trained, weights, logits = _ends(device, layout)
+    gathered = "fsdp" in sizes or stages > 1
+    split = sizes.get("dp", 1) if layout.zero_stage >= 2 else 1
+    gradients = sum(_local(device, each) for each in work.parameters) / split
+    sums = gradients if layout.microbatches > 1 else 0.0
+    if stages > 1:  # inputs of stages in flight, and the sums of a tick's gradients
+        inputs = whole and sum(each.nbytes for each in work.lookups)
+        share = layout.micro_batch_size / device.place.size("context")
+        kept += 2 * stages * inputs * share
+        sums += trained
+    if layout.gather == "step":
+        # A copy of a stage's weights, and two of tables in f32: one is a branch's.
+        wide = 1 if work.matmul_dtype == "float32" else 2
+        kept += weights * device.stage_share * layout.chunks + 2 * wide * tables
+        gradients *= sizes.get("fsdp", 1)
+        sums = gradients + trained
+    layer = (whole + 2 * weights) / work.num_layers
+    if policy == "none":
+        layer /= 4  # its results are among what is kept
+    layer += device.ragged_bytes(layout.micro_batch_size)
+    of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
+    copies = of_platform[device.machine.platform] - (1 if gathered else 2)
+    in_loss = copies * tables
+    in_loss += _GRADIENTS[device.machine.platform]["tp" in sizes] * trained
+    return (
+        (kept, sums, logits, in_loss),
+        (kept, sums + gradients, layer, trained),
+    )
 
-    def _moments(
-        self, device: DeviceWork, layout: Layout
-    ) -> tuple[tuple[float, float, float, float], ...]:
-        """Kept, gradients, working and tables: at the loss, and in a layer."""
-        work, sizes = device.work, layout.sizes
-        stages, policy = sizes.get("pp", 1), str(layout.remat)
-        kept = device.kept_bytes(layout.micro_batch_size, policy) * device.stage_share
-        whole = device.kept_bytes(layout.micro_batch_size, "none")
-        tables, trained, weights, logits = self._ends(device, layout)
-        gathered = "fsdp" in sizes or stages > 1
-        split = sizes.get("dp", 1) if layout.zero_stage >= 2 else 1
-        gradients = sum(_local(device, each) for each in work.parameters) / split
-        sums = gradients if layout.microbatches > 1 else 0.0
-        if stages > 1:  # inputs of stages in flight, and the sums of a tick's gradients
-            inputs = whole and sum(each.nbytes for each in work.lookups)
-            share = layout.micro_batch_size / device.place.size("context")
-            kept += 2 * stages * inputs * share
-            sums += trained
-        if layout.gather == "step":
-            # A copy of a stage's weights, and two of tables in f32: one is a branch's.
-            wide = 1 if work.matmul_dtype == "float32" else 2
-            kept += weights * device.stage_share * layout.chunks + 2 * wide * tables
-            gradients *= sizes.get("fsdp", 1)
-            sums = gradients + trained
-        layer = (whole + 2 * weights) / work.num_layers
-        if policy == "none":
-            layer /= 4  # its results are among what is kept
-        layer += device.ragged_bytes(layout.micro_batch_size)
-        of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
-        copies = of_platform[self.machine.platform] - (1 if gathered else 2)
-        in_loss = copies * tables
-        in_loss += _GRADIENTS[self.machine.platform]["tp" in sizes] * trained
-        return (
-            (kept, sums, logits, in_loss),
-            (kept, sums + gradients, layer, trained),
-        )
 
-    def _ends(
-        self, device: DeviceWork, layout: Layout
-    ) -> tuple[float, float, float, float]:
-        """Bytes of gathered tables, of their gradients, of weights, of logits."""
-        is_narrow = device.work.matmul_dtype != "float32"
-        over, item = ("fsdp", "pp"), 2 if is_narrow else _F32
-        tables = trained = weights = 0.0
-        for each in device.work.parameters:
-            local = device.scalars(each, without=over)
-            if each.is_layered:
-                weights += local * item
-            else:
-                tables += local * item
-                trained += local * _F32 * each.is_trained
-        tokens = layout.micro_batch_size * device.work.sequence_length
-        tokens /= device.place.size("context")
-        widths = [
-            each.outer / device.split(each.outer_names)
-            for each in device.work.products
-            if each.path not in device.work.layered()
-        ]
-        width, platform = max(widths, default=0.0), self.machine.platform
-        if layout.loss_chunk == "auto" and width:
-            tokens = chunk_rows(int(tokens), int(width), platform)
-        elif layout.loss_chunk not in ("auto", "none"):
-            tokens = min(tokens, int(layout.loss_chunk))
-        # The logits of half a chunk, and the gradients by those of all of it.
-        logits = _F32 if platform == "cpu" else _F32 / 2 + item
-        return tables, trained, weights, tokens * width * logits
+def _ends(device: DeviceWork, layout: Layout) -> tuple[float, float, float, float]:
+    """Bytes of gathered tables, of their gradients, of weights, of logits."""
+    is_narrow = device.work.matmul_dtype != "float32"
+    over, item = ("fsdp", "pp"), 2 if is_narrow else _F32
+    tables = trained = weights = 0.0
+    for each in device.work.parameters:
+        local = device.scalars(each, without=over)
+        if each.is_layered:
+            weights += local * item
+        else:
+            tables += local * item
+            trained += local * _F32 * each.is_trained
+    tokens = layout.micro_batch_size * device.work.sequence_length
+    tokens /= device.place.size("context")
+    widths = [
+        each.outer / device.split(each.outer_names)
+        for each in device.work.products
+        if each.path not in device.work.layered()
+    ]
+    width, platform = max(widths, default=0.0), device.machine.platform
+    if layout.loss_chunk == "auto" and width:
+        tokens = chunk_rows(int(tokens), int(width), platform)
+    elif layout.loss_chunk not in ("auto", "none"):
+        tokens = min(tokens, int(layout.loss_chunk))
+    # The logits of half a chunk, and the gradients by those of all of it.
+    logits = _F32 if platform == "cpu" else _F32 / 2 + item
+    return tables, trained, weights, tokens * width * logits
 
 
 def _local(device: DeviceWork, parameter: Parameter) -> float:

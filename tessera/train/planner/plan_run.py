@@ -14,9 +14,9 @@ from tessera.train.config.command_line import compose
 from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import target_of
 from tessera.train.config.overrides import is_choice, parse
-from tessera.train.planner.answer import Answer, describe, safest_first
-from tessera.train.planner.layout import Layout
-from tessera.train.planner.search import Found, search
+from tessera.train.planner.answer import Answer, describe
+from tessera.train.planner.layout import Layout, without
+from tessera.train.planner.search import SearchResult, search
 from tessera.train.planner.space import AXES, Space
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.verify import Verified, default_processes, verify
@@ -61,7 +61,7 @@ def plan_run(
     if not verified or not target.is_installed:
         return answer
     done = verify(
-        safest_first(found.best),
+        sorted(found.best, key=lambda each: not each.is_safe),
         [*words, *_DRY],
         target.machine.memory_bytes,
         wanted=verified,
@@ -111,19 +111,13 @@ def _global_batch(config: Config, target: Target) -> int:
 
 def _line(words: Sequence[str], space: Space) -> list[str]:
     """The command line with its global batch, without what follows from it."""
-    derived = ("training.micro_batch_size", "training.gradient_accumulation_steps")
-    pinned = "training.micro_batch_size" in space.pinned
-    kept = [
-        word
-        for word in words
-        if word.partition("=")[0] not in derived[0 if not pinned else 1 :]
-    ]
+    kept = without(words, "training.gradient_accumulation_steps")
     batch = f"training.global_batch_size={space.global_batch_size}"
     has_batch = "training.global_batch_size" in space.pinned
     return kept if has_batch else [*kept, batch]
 
 
-def _nothing_fits(found: Found, space: Space, model: StepModel) -> PlanError:
+def _nothing_fits(found: SearchResult, space: Space, model: StepModel) -> PlanError:
     target = model.target
     if found.smallest is None:
         reasons = [str(error) for error in found.example.values()]

@@ -6,8 +6,8 @@ their axes first; then all orders of the best ones are, as they lie on the links
 """
 
 import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from tessera.train.planner.layout import Layout
 from tessera.train.planner.legality import Legality
 from tessera.train.planner.memory_model import is_safe
 from tessera.train.planner.prediction import Prediction
-from tessera.train.planner.space import MOST_MICROBATCHES, Sizes, Space, orders
+from tessera.train.planner.space import MOST_MICROBATCHES, Sizes, Space
 from tessera.train.planner.step_time import StepModel
 
 # Layouts whose orders of axes are all looked at, and that are kept.
@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
     example: dict[tuple[str, str], TesseraError] = field(default_factory=dict)
 
 
-def search(space: Space, model: StepModel) -> Found:
+def search(space: Space, model: StepModel) -> SearchResult:
     """The layouts of a space, ranked.
 
     Args:
@@ -78,22 +78,29 @@ def search(space: Space, model: StepModel) -> Found:
 
 class _Search:
     def __init__(self, space: Space, model: StepModel) -> None:
-        self.space, self.model, self.found = space, model, Found()
+        self.space, self.model, self.found = space, model, SearchResult()
         self.legality = Legality(space.config)
         self.capacity = model.target.machine.memory_bytes
         self.fitting: list[Candidate] = []
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         for mesh in self.space.meshes(self.model.target.num_devices):
             self._look_at(mesh)
         best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)
         if "model.mesh_shape" not in self.space.pinned:
             for candidate in best:
-                for mesh in self._other_orders(candidate.layout.mesh):
-                    self._candidate(replace(candidate.layout, mesh=mesh))
+                self._reorder(candidate.layout)
         self.found.best = _distinct(sorted(self.fitting, key=_seconds))
         self.found.front = _front(self.fitting)
         return self.found
+
+    def _reorder(self, layout: Layout) -> None:
+        """Predict orders of the axes that lie on the links in ways of their own."""
+        seen = {self.model.spans(layout.mesh)}
+        for mesh in itertools.permutations(layout.mesh):
+            if (spans := self.model.spans(mesh)) not in seen:
+                seen.add(spans)
+                self._candidate(replace(layout, mesh=mesh))
 
     def _look_at(self, mesh: Sizes) -> None:
         """Predict the layouts with a mesh.
@@ -176,14 +183,6 @@ class _Search:
             self.found.larger = candidate
         return None
 
-    def _other_orders(self, mesh: Sizes) -> Iterator[Sizes]:
-        """Orders of the axes that lie on the links in ways of their own."""
-        seen = {self.model.spans(mesh)}
-        for order in orders(mesh):
-            if (spans := self.model.spans(order)) not in seen:
-                seen.add(spans)
-                yield order
-
 
 def _seconds(candidate: Candidate) -> tuple[float, int]:
     prediction = candidate.prediction
@@ -200,8 +199,7 @@ def _distinct(ranked: list[Candidate]) -> list[Candidate]:
     kept = []
     for each in ranked:
         layout = each.layout
-        key = layout.sizes.items(), layout.remat, layout.schedule is None
-        key = frozenset(key[0]), str(key[1]), key[2]
+        key = frozenset(layout.mesh), str(layout.remat), layout.schedule is None
         if key not in seen:
             seen.add(key)
             kept.append(each)
@@ -211,9 +209,8 @@ def _distinct(ranked: list[Candidate]) -> list[Candidate]:
 def _front(candidates: list[Candidate]) -> list[Candidate]:
     """The candidates that no other one beats in both time and memory."""
     front: list[Candidate] = []
-    for each in sorted(
-        candidates, key=lambda c: (c.prediction.memory_bytes, _seconds(c))
-    ):
+    candidates.sort(key=lambda each: (each.prediction.memory_bytes, _seconds(each)))
+    for each in candidates:
         if not front or each.prediction.seconds < front[-1].prediction.seconds:
             front.append(each)
     return front

@@ -3,7 +3,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from tessera.errors import BatchSizeError, nearest
 from tessera.foundations.device_grid import inferred
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.config import GATHERS, Config, data_parallel_groups
-from tessera.train.planner.layout import Layout
+from tessera.train.planner.layout import SETTINGS, Layout
 
 AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """Axes from the outermost to the innermost: those that send most are on fast links."""
@@ -67,10 +67,12 @@ class Space:
     def layouts_of_size(self, mesh: Sizes, micro_batch_size: int) -> list[Layout]:
         """The layouts with a mesh and a microbatch size."""
         sizes, training = dict(mesh), self.config.training
+        has_stages = "pp" in sizes and sizes.get("fsdp", 1) > 1
+        splits_heads = sizes.get("tp", 1) > 1
         options = itertools.product(
             self._schedules(sizes),
-            self._gathers(sizes),
-            self._sequence_parallel(sizes),
+            self._choices("gather", GATHERS) if has_stages else ["tick"],
+            self._choices("sequence_parallel", [False, True] if splits_heads else []),
         )
         return [
             Layout(
@@ -93,8 +95,9 @@ class Space:
         First by rematerialization, and for each policy by the stages of ZeRO; at last
         by smaller chunks of the loss and by the optimizer's state on the host.
         """
-        for remat in self._remat():
-            for stage in self._zero_stages(layout.sizes):
+        stages = range(4) if layout.sizes.get("dp", 1) > 1 else ()
+        for remat in self._choices("remat", REMAT):
+            for stage in self._choices("zero_stage", stages):
                 layout = replace(layout, remat=remat, zero_stage=stage)
                 yield layout
         if "training.loss_chunk" not in self.pinned:
@@ -150,28 +153,12 @@ class Space:
             options = [each for each in options if each[0] == name] or [(name, 1)]
         return list(options)
 
-    def _gathers(self, sizes: dict[str, int]) -> Collection[str]:
-        if "pp" not in sizes or sizes.get("fsdp", 1) == 1:
-            return ["tick"]
-        if "training.pipeline_gather" in self.pinned:
-            return [self.config.training.pipeline_gather]
-        return GATHERS
-
-    def _remat(self) -> Sequence[Any]:
-        if "training.remat" in self.pinned:
-            return [self.config.training.remat]
-        return REMAT
-
-    def _zero_stages(self, sizes: dict[str, int]) -> Collection[int]:
-        if "training.zero_stage" in self.pinned or sizes.get("dp", 1) == 1:
-            return [self.config.training.zero_stage]
-        return range(4)
-
-    def _sequence_parallel(self, sizes: dict[str, int]) -> Collection[bool]:
-        is_set = "model.sequence_parallel" in self.pinned
-        if is_set or sizes.get("tp", 1) == 1:
-            return [self.config.model.sequence_parallel]
-        return [False, True]
+    def _choices(self, part: str, choices: Collection[Any]) -> Collection[Any]:
+        """What a part of a layout may be: any choice, if its setting is not pinned."""
+        path = SETTINGS[part]
+        group, _, name = path.partition(".")
+        is_pinned = path in self.pinned or not choices
+        return [getattr(getattr(self.config, group), name)] if is_pinned else choices
 
 
 def factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -199,8 +186,3 @@ def divisors(number: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     high = [number // d for d in reversed(low) if d * d != number]
     return low + high
-
-
-def orders(mesh: Sizes) -> Iterator[Sizes]:
-    """Every order of the axes of a mesh."""
-    yield from itertools.permutations(mesh)

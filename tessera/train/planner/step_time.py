@@ -25,7 +25,7 @@ from tessera.train.models.model import Model
 from tessera.train.planner.communication import Calls, Communication
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.memory_model import MemoryEstimate, MemoryModel
+from tessera.train.planner.memory_model import MemoryEstimate, memory_of
 from tessera.train.planner.prediction import Prediction
 from tessera.train.planner.space import REMAT
 from tessera.train.planner.workload import Workload, workload
@@ -42,7 +42,6 @@ class StepModel:
 
     def __init__(self, config: Config, work: Workload, target: Target) -> None:
         self.config, self.work, self.target = config, work, target
-        self._memory = MemoryModel(target.machine)
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
         self._schedule_of = cache(schedule)
@@ -90,7 +89,7 @@ class StepModel:
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """The memory of one device, by what takes it."""
-        return self._memory.estimate(self.device_work(layout)[0], layout)
+        return memory_of(self.device_work(layout)[0], layout)
 
     def spans(self, mesh: tuple[tuple[str, int], ...]) -> frozenset[Any]:
         """How each axis of a mesh lies on the links."""

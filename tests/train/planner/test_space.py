@@ -7,7 +7,7 @@ from tessera.errors import BatchSizeError
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.command_line import compose
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.space import Space, divisors, factorings, orders
+from tessera.train.planner.space import Space, divisors, factorings
 
 
 def space(*words: str, pinned: tuple[str, ...] = (), batch: int = 16) -> Space:
@@ -111,7 +111,3 @@ def test_variants_save_more_and_more_memory():
     assert [v.zero_stage for v in variants[:4]] == [0, 1, 2, 3]
     assert variants[-2].loss_chunk == 256
     assert variants[-1].offload
-
-
-def test_orders_are_all_permutations():
-    assert len(set(orders((("dp", 2), ("fsdp", 2), ("tp", 2))))) == 6
