@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tessera.analysis.hlo import Computation, Instruction, Module, Shape
-from tessera.tracing.scope import VISITS
+from tessera.tracing.scope import visited_share
 
 # Operations that only name values, or that the compiler gives no code.
 FREE: Final = frozenset(
@@ -37,17 +37,15 @@ _SCORES: Final = re.compile(
     r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\[([^\]]*)'
 )
 _IS_CAUSAL: Final = re.compile(r'"mask_type": ?"(?:PADDING_)?CAUSAL"')
-_VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
 # Matmuls over the scores in each of JAX's attention kernels for TPUs.
 _SPLASH: Final = re.compile(r"splash_\w+?_(fwd|dq|dkv)_")
 _TPU_KERNEL: Final = "tpu_custom_call"
 _FLOATS: Final = ("bf16", "f16", "f32")
 _SPLASH_MATMULS: Final = {"fwd": 2, "dq": 3, "dkv": 4}
 _KERNEL: Final = re.compile(r"dim_labels=\w+_(\w+)->")
-_NAMES: Final = {
-    **{"f32": "float32", "f64": "float32"},
-    **{"f8e4m3fn": "float8", "f8e5m2": "float8"},
-}
+_NAMES: Final = dict.fromkeys(("f32", "f64"), "float32") | dict.fromkeys(
+    ("f8e4m3fn", "f8e5m2"), "float8"
+)
 # Operations whose operand is read, or whose result is written, in part.
 _SLICES: Final = ("dynamic-slice", "slice", "gather")
 _UPDATES: Final = {"dynamic-update-slice": 1, "scatter": 2}  # operand of the update
@@ -122,8 +120,7 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
         operands = computation.operand_shapes(instruction)
         arrays = [shape for shape in operands if shape.dtype in _FLOATS]
         flops = _splash_flops(kernel[1], arrays)
-        if visits := _VISITS.search(name):
-            flops *= int(visits[1]) / int(visits[2])
+        flops *= visited_share(name) or 1.0
         dtype = _NAMES.get(arrays[0].dtype, "bfloat16")
         return Work("attention", ((dtype, flops),), 0.0, nbytes)
     inside = list(_operations(module, computation, instruction))
@@ -257,16 +254,14 @@ def _written(inner: Computation, result: Instruction) -> float:
     if result.opcode == "bitcast" and sources:
         return _written(inner, sources[0])
     index = _UPDATES.get(result.opcode)
-    if index is not None and _is_in_place(inner, sources[0]):
-        return _nbytes(sources[index].shapes)
-    return _nbytes(result.shapes)
-
-
-def _is_in_place(inner: Computation, target: Instruction) -> bool:
-    """Whether what an update changes is there already, and not made by the fusion."""
+    if index is None:
+        return _nbytes(result.shapes)
+    target = sources[0]
     while target.opcode == "bitcast" and inner.sources(target):
         (target,) = inner.sources(target)
-    return target.opcode in ("parameter", "get-tuple-element")
+    # What an update changes is there already, or the fusion has made it.
+    is_there = target.opcode in ("parameter", "get-tuple-element")
+    return _nbytes((sources[index] if is_there else result).shapes)
 
 
 def _nbytes(shapes: tuple[Shape, ...]) -> int:

@@ -7,7 +7,6 @@ contracts and keeps. Products of two activations, as in attention, are counted a
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -18,11 +17,10 @@ import numpy as np
 from tessera.analysis.flops import count_equation, is_live, repetitions
 from tessera.foundations.primitive_properties import KERNELS
 from tessera.jax_compat import jaxprs, primitives
-from tessera.tracing.scope import FALLBACK, GROUPED, VISITS
+from tessera.tracing.scope import FALLBACK, GROUPED, visited_share
 from tessera.train.planner.products import Lookup, Product, TracedCosts, Weight
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
-_VISITS: Final = re.compile(rf"{VISITS}(\d+)_of_(\d+)")
 _LARGEST_KNOWN: Final = 65_536
 # What moves parts of arrays is an operation of its own in a compiled program.
 _STARTS: Final = ("dynamic_", "gather", "scatter", "concatenate")
@@ -264,7 +262,7 @@ class _Walk:
             operands = [None] * len(jaxprs.inputs(program))
         times *= repetitions(equation)
         outer = self.visited
-        self.visited = _visited_share(equation) or outer
+        self.visited = visited_share(jaxprs.name_scopes(equation)) or outer
         inner = self._inside(program, operands, env, times)
         self.visited = outer
         for var, result in zip(equation.outvars, jaxprs.outputs(program), strict=False):
@@ -346,12 +344,6 @@ def _is_fallback(branch: jaxprs.Program) -> bool:
     """Whether data have to demand a branch or a loop; see ``scope.FALLBACK``."""
     names = map(jaxprs.name_scopes, jaxprs.equations(branch))
     return any(FALLBACK in name for name in names)
-
-
-def _visited_share(equation: jaxprs.Equation) -> float | None:
-    """The share of blocks that the kernels of a call compute; see ``scope.VISITS``."""
-    found = _VISITS.search(jaxprs.name_scopes(equation))
-    return int(found[1]) / int(found[2]) if found else None
 
 
 def _nbytes(atom: Any) -> int:
