@@ -44,7 +44,7 @@ from tessera.train.loop.step import (
     make_eval_step,
     make_train_step,
 )
-from tessera.train.loop.train_state import TrainState, abstract_state, state_specs
+from tessera.train.loop.train_state import TrainState, abstract_state
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.weights import check_weights
@@ -201,24 +201,15 @@ class Run:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state; nothing is allocated."""
-        shapes = abstract_state(
-            self.model, self.step_config.optimizer, loss_scale=self.loss_scale
+        config, guard = self.step_config, self.step_config.spikes
+        shapes = replace(
+            abstract_state(self.model, config.optimizer, loss_scale=self.loss_scale),
+            residual=config.exchange.abstract_residual,
+            spikes=guard and guard.abstract_window,
         )
-        specs = state_specs(
-            self.model,
-            self.step_config.optimizer,
-            self.mesh,
-            loss_scale=self.loss_scale,
-            zero_stage=self.step_config.zero_stage,
-        )
-        exchange = self.step_config.exchange
-        shapes = replace(shapes, residual=exchange.abstract_residual)
-        specs = replace(specs, residual=exchange.residual_specs)
-        if (guard := self.step_config.spikes) is not None:
-            shapes = replace(shapes, spikes=guard.abstract_window)
-            specs = replace(specs, spikes=guard.specs)
+        specs = config.state_specs(self.loss_scale)
         state = jax.tree.map(self._struct, shapes, specs)
-        if not self.step_config.offload_optimizer:
+        if not config.offload_optimizer:
             return state
         places = optimizer_offload.shardings(
             self.mesh.compile_mesh, specs.optimizer, shapes.optimizer, on_host=True
