@@ -2,7 +2,7 @@
 """Choose the mesh and the settings of a run for a machine that need not be here.
 
 tessera plan model=gemma3_4b runtime.target=h100:2x8 training.global_batch_size=512
-tessera plan --verify=0 --json=plan.json --html=plan.html model=gemma3_1b ...
+tessera plan --verify=0 --json=plan.json model=gemma3_1b ...
 
 The settings are those of `tessera train`; what they set is not searched.
 """
@@ -50,7 +50,6 @@ def _parser() -> ArgumentParser:
     )
     add("--rows", type=_count, default=10, metavar="N", help="layouts to show")
     add("--json", type=Path, metavar="FILE", help="write everything here")
-    add("--html", type=Path, metavar="FILE", help="draw time against memory here")
     return parser
 
 
@@ -61,9 +60,8 @@ def _count(text: str) -> int:
 
 
 def _plan(options: Namespace) -> str:
-    files = [file for file in (options.json, options.html) if file is not None]
-    for file in files:
-        _check_writable(file)
+    if options.json is not None:
+        _check_writable(options.json)
     # Here, because it imports JAX: --help and wrong options do not wait for it.
     from tessera.train.planner.plan_run import plan_run
     from tessera.train.runtime.devices import prepare_devices
@@ -77,10 +75,6 @@ def _plan(options: Namespace) -> str:
     )
     if options.json is not None:
         options.json.write_text(json.dumps(answer.as_json(), indent=2) + "\n")
-    if options.html is not None:
-        from tessera.train.planner.pareto_chart import pareto_page
-
-        options.html.write_text(pareto_page(answer), encoding="utf-8")
     return f"{answer.as_text(options.rows)}\n"
 
 

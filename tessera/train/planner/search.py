@@ -46,7 +46,6 @@ class SearchResult:
 
     Attributes:
       best: Layouts that fit, fastest first.
-      front: The fastest for each amount of memory, from the least memory on.
       smallest: The layout that takes least memory, whether it fits or not.
       larger: The fastest that would fit a device of twice the memory, and not this one.
       looked_at: Layouts whose time or memory was predicted.
@@ -57,7 +56,6 @@ class SearchResult:
     """
 
     best: list[Candidate] = field(default_factory=list)
-    front: list[Candidate] = field(default_factory=list)
     smallest: Candidate | None = None
     larger: Candidate | None = None
     looked_at: int = 0
@@ -91,7 +89,6 @@ class _Search:
             for candidate in best:
                 self._reorder(candidate.layout)
         self.found.best = _distinct(sorted(self.fitting, key=_seconds))
-        self.found.front = _front(self.fitting)
         return self.found
 
     def _reorder(self, layout: Layout) -> None:
@@ -204,13 +201,3 @@ def _distinct(ranked: list[Candidate]) -> list[Candidate]:
             seen.add(key)
             kept.append(each)
     return kept
-
-
-def _front(candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates that no other one beats in both time and memory."""
-    front: list[Candidate] = []
-    candidates.sort(key=lambda each: (each.prediction.memory_bytes, _seconds(each)))
-    for each in candidates:
-        if not front or each.prediction.seconds < front[-1].prediction.seconds:
-            front.append(each)
-    return front

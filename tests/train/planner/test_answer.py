@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner answers: a table, a command line, JSON and a picture."""
+"""What the planner answers: a table, a command line and JSON."""
 
 import json
 import shlex
@@ -15,7 +15,6 @@ from tessera.train.config.command_line import compose
 from tessera.train.planner import step_time
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.pareto_chart import pareto_page
 from tessera.train.planner.plan_run import plan_run
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.workload import Workload
@@ -93,13 +92,6 @@ def test_figures_of_a_row_belong_together(answer):
     assert json.loads(json.dumps(found))["tokens"] == 32 * 64
 
 
-def test_the_picture_has_every_layout_of_the_front(answer):
-    page = pareto_page(answer)
-    assert "Plotly.newPlot(" in page
-    for each in answer.found.front:
-        assert json.dumps(describe(each.layout))[:-1] in page
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("traced_before")
 def test_what_the_command_line_sets_is_not_searched():
@@ -160,11 +152,9 @@ def test_a_batch_that_nothing_shares_says_why():
 
 @pytest.mark.slow(reason="the one whole plan")
 def test_the_command_writes_what_it_is_asked_to(tmp_path, capsys):
-    files = [f"--json={tmp_path}/plan.json", f"--html={tmp_path}/plan.html"]
-    assert main([*WORDS, "--verify=0", "--rows=2", *files]) == 0
+    assert main([*WORDS, "--verify=0", "--rows=2", f"--json={tmp_path}/plan.json"]) == 0
     assert "tessera train data=synthetic" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["devices"] == 4
-    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_file_that_cannot_be_written_is_said_first(tmp_path, capsys):

@@ -87,12 +87,3 @@ def test_without_room_the_smallest_layout_is_known():
     assert nothing.best == []
     assert nothing.smallest is not None
     assert nothing.smallest.prediction.memory_bytes > 1000
-
-
-def test_the_front_has_less_memory_or_less_time():
-    front = roomy().front
-    memory = [each.prediction.memory_bytes for each in front]
-    seconds = [each.prediction.seconds for each in front]
-    assert memory == sorted(memory)
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] == pytest.approx(roomy().best[0].prediction.seconds)
