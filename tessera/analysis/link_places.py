@@ -8,7 +8,7 @@ from tessera.analysis import replica_groups
 from tessera.analysis.collective_operands import groups_of, kind_of
 from tessera.analysis.hlo import Instruction
 from tessera.mesh import Mesh
-from tessera.targets.link_routes import Link, group_links, permutation_links
+from tessera.targets.link_routes import UsedLink, group_links, permutation_links
 from tessera.targets.link_times import Span, permutation_span, span
 from tessera.targets.target import Target
 
@@ -27,7 +27,7 @@ class Place:
 
     axes: tuple[str, ...]
     spans: frozenset[Span]
-    links: frozenset[Link]
+    links: frozenset[UsedLink]
 
 
 class Places:

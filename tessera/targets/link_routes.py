@@ -16,13 +16,13 @@ from tessera.targets.target import Target
 
 # A level of links by its name, or one link of a torus in one direction: its dim, the
 # direction along it, and the chip that it leaves.
-Link: TypeAlias = str | tuple[int, int, tuple[int, ...]]
+UsedLink: TypeAlias = str | tuple[int, int, tuple[int, ...]]
 
 # Of devices that share a chip of a torus.
-_CHIP: tuple[Link, ...] = ("chip",)
+_CHIP: tuple[UsedLink, ...] = ("chip",)
 
 
-def group_links(target: Target, group: Sequence[int]) -> frozenset[Link]:
+def group_links(target: Target, group: Sequence[int]) -> frozenset[UsedLink]:
     """The links that a collective uses, of this group and of groups beside it.
 
     Args:
@@ -47,7 +47,7 @@ def group_links(target: Target, group: Sequence[int]) -> frozenset[Link]:
 
 def permutation_links(
     target: Target, pairs: Iterable[tuple[int, int]]
-) -> Counter[Link]:
+) -> Counter[UsedLink]:
     """The links that a permutation uses, and how many of its pairs share each.
 
     On a torus each pair takes the shortest way, one dim after the other.
@@ -60,7 +60,7 @@ def permutation_links(
       >>> permutation_links(Target.parse("v5e:4x4"), [(0, 1), (1, 2)])
       Counter({(0, 1, (0, 0)): 1, (0, 1, (1, 0)): 1})
     """
-    loads: Counter[Link] = Counter()
+    loads: Counter[UsedLink] = Counter()
     for sender, receiver in pairs:
         if sender == receiver:
             continue
@@ -89,13 +89,13 @@ def domain(target: Target, device: int) -> int:
 
 
 @cache
-def _links_along(target: Target, dims: tuple[int, ...]) -> frozenset[Link]:
+def _links_along(target: Target, dims: tuple[int, ...]) -> frozenset[UsedLink]:
     places = itertools.product(*map(range, target.shape))
     found = [(dim, step, at) for at in places for dim in dims for step in (1, -1)]
     return frozenset(found or _CHIP)
 
 
-def _route(target: Target, sender: int, receiver: int) -> Iterator[Link]:
+def _route(target: Target, sender: int, receiver: int) -> Iterator[UsedLink]:
     place, end = list(target.coordinates[sender]), target.coordinates[receiver]
     for dim, length in enumerate(target.shape):
         hops = end[dim] - place[dim]

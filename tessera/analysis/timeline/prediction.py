@@ -16,12 +16,12 @@ from tessera.analysis.source_lines import user_line
 from tessera.analysis.timeline.event import COMPUTE, Event
 from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.report import Communication, Timeline
-from tessera.analysis.timeline.schedule import Schedule
+from tessera.analysis.timeline.schedule import TimedSteps
 from tessera.analysis.timeline.simulation import Simulation, Slice, Totals
 from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
-from tessera.targets.link_routes import Link
+from tessera.targets.link_routes import UsedLink
 from tessera.targets.target import Target
 
 
@@ -63,10 +63,10 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
             f"a program for {module.num_devices}",
             fix="pass the mesh that the program was lowered on",
         )
-    return _report(Schedule(module, mesh, mesh.target), module, mesh.target)
+    return _report(TimedSteps(module, mesh, mesh.target), module, mesh.target)
 
 
-def _report(schedule: Schedule, module: Module, target: Target) -> Timeline:
+def _report(schedule: TimedSteps, module: Module, target: Target) -> Timeline:
     run = Simulation(schedule.steps)
     totals = run.totals
     transfers = {s.transfer.name: s.transfer for s in run.slices if s.transfer}
@@ -123,7 +123,7 @@ def _label(target: Target, transfer: Transfer) -> str:
         return "copies to the host" if HOST in transfer.links else "copies"
     if transfer.kind == COMPUTATION:
         return "asynchronous"
-    links: frozenset[Link] = transfer.links
+    links: frozenset[UsedLink] = transfer.links
     levels = target.machine.links
     if target.machine.is_torus:
         return f"{levels[0].name} {'×'.join(transfer.axes)}"

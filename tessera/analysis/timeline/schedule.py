@@ -121,7 +121,7 @@ def serial_seconds(steps: Iterable[Step]) -> float:
     return spent
 
 
-class Schedule:
+class TimedSteps:
     """The steps of a program.
 
     Args:

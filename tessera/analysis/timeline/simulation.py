@@ -14,7 +14,7 @@ from tessera.analysis.hlo import Instruction
 from tessera.analysis.timeline.event import LOOP
 from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Step, Wait
 from tessera.analysis.timeline.transfers import Transfer
-from tessera.targets.link_routes import Link
+from tessera.targets.link_routes import UsedLink
 
 Seconds: TypeAlias = defaultdict[str, float]
 
@@ -109,7 +109,7 @@ class Simulation:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.now = 0.0
-        self._free: dict[frozenset[Link], float] = {}
+        self._free: dict[frozenset[UsedLink], float] = {}
         self._flights: dict[str, _Flight] = {}
         self.totals, self.slices = self._run(steps, 1.0)
 
@@ -208,7 +208,7 @@ class Simulation:
         self,
         seconds: float,
         computing: float,
-        free: dict[frozenset[Link], float],
+        free: dict[frozenset[UsedLink], float],
         flights: dict[str, _Flight],
     ) -> None:
         """Let iterations pass like the last one.

@@ -8,7 +8,7 @@ from tessera.analysis.collective_operands import arrays_of, keeps_slice, kind_of
 from tessera.analysis.hlo import Computation, Instruction
 from tessera.analysis.link_places import Places
 from tessera.mesh import Mesh
-from tessera.targets.link_routes import Link
+from tessera.targets.link_routes import UsedLink
 from tessera.targets.link_times import collective_seconds
 from tessera.targets.target import Target
 
@@ -37,7 +37,7 @@ class Transfer:
     axes: tuple[str, ...]
     nbytes: int
     seconds: float
-    links: frozenset[Link] = field(repr=False)
+    links: frozenset[UsedLink] = field(repr=False)
 
     @property
     def name(self) -> str:

@@ -48,7 +48,7 @@ class Calls:
     in_layers: bool = True
 
 
-class Communication:
+class StepCollectives:
     """The collectives of a workload in a layout.
 
     Args:

@@ -3,7 +3,7 @@
 
 The time of a step is that of its computation on one device, of the communication that
 nothing hides, of the waiting of pipeline stages for each other, and of what starts
-operations and steps. Each is the work of ``DeviceWork`` and ``Communication`` at the
+operations and steps. Each is the work of ``DeviceWork`` and ``StepCollectives`` at the
 rates of the target, whose file has the source of every figure.
 """
 
@@ -22,7 +22,7 @@ from tessera.targets.target import Target
 from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model
 from tessera.train.models.model import Model
-from tessera.train.planner.communication import Calls, Communication
+from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MemoryEstimate, memory_of
@@ -131,7 +131,7 @@ class _Prediction:
         self.machine = model.target.machine
         self.device, self.built = model.device_work(layout)
         sync = model.config.training.sync_gradients_every
-        self.comms = Communication(self.device, layout, sync)
+        self.comms = StepCollectives(self.device, layout, sync)
         self.compute: PassSeconds = self.device.compute(
             layout.micro_batch_size, str(layout.remat)
         )

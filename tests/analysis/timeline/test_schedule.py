@@ -7,8 +7,8 @@ from tessera.analysis.hlo import parse
 from tessera.analysis.timeline.schedule import (
     Compute,
     Loop,
-    Schedule,
     Start,
+    TimedSteps,
     Wait,
     serial_seconds,
 )
@@ -21,7 +21,7 @@ GROUPS = "replica_groups=[1,8]<=[8]"
 def steps_of(text, target=GPU):
     mesh = Mesh(["dp"], shape=(8,), target=target)
     module = parse(f"HloModule m, is_scheduled=true\n{text}")
-    return Schedule(module, mesh, target).steps
+    return TimedSteps(module, mesh, target).steps
 
 
 def told(steps):

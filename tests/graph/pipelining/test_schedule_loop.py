@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis import hlo
 from tessera.analysis.ledger import collectives
-from tessera.analysis.timeline.schedule import Branch, Loop
-from tessera.analysis.timeline.schedule import Schedule as TimedSteps
+from tessera.analysis.timeline.schedule import Branch, Loop, TimedSteps
 from tessera.graph.pipelining import Op, Schedule, custom, schedule
 from tessera.graph.pipelining.device_tick import Gradients, Stages
 from tessera.graph.pipelining.schedule_loop import Pipeline

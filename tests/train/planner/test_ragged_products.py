@@ -13,7 +13,7 @@ from tessera.targets.target import Target
 from tessera.tracing import scope
 from tessera.train.config.command_line import compose
 from tessera.train.loop.build_run import Run
-from tessera.train.planner.communication import Communication
+from tessera.train.planner.communication import StepCollectives
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.workload import workload
@@ -105,7 +105,7 @@ def test_rows_are_exchanged_in_buffers_that_the_first_round_fills_by_half():
     device, _ = model().device_work(BOTH)
     (first, *others) = [
         each.nbytes
-        for each in Communication(device, BOTH).of_microbatch()
+        for each in StepCollectives(device, BOTH).of_microbatch()
         if each.kind == "all-to-all" and each.axes == ("ep",)
     ]
     rows = compiled(BOTH).collectives.rows

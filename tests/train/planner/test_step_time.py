@@ -15,7 +15,7 @@ from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.config.config import Config
 from tessera.train.loop.build_run import Run
-from tessera.train.planner.communication import Communication
+from tessera.train.planner.communication import StepCollectives
 from tessera.train.planner.device_work import PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
@@ -130,7 +130,7 @@ GOLDEN = {
 def test_collectives_are_those_of_the_compiler_of_gpus(layout):
     device, _ = gemma().device_work(layout)
     predicted: dict[str, float] = {}
-    for each in Communication(device, layout).of_microbatch():
+    for each in StepCollectives(device, layout).of_microbatch():
         axes = "×".join(each.axes)
         nbytes = each.nbytes * each.times / 2**20
         predicted[axes] = predicted.get(axes, 0.0) + nbytes
@@ -144,7 +144,7 @@ def test_collectives_are_those_of_the_compiled_step(mesh):
     layout = Layout(mesh, 2, 1)
     ((axis, _),) = mesh
     device, _ = model().device_work(layout)
-    transfers = Communication(device, layout).of_microbatch()
+    transfers = StepCollectives(device, layout).of_microbatch()
     predicted = sum(each.nbytes * each.times for each in transfers)
     rows = compiled(layout).collectives.rows
     found = sum(r.nbytes * r.counted_calls for r in rows if r.axes == (axis,))
@@ -156,7 +156,7 @@ def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
     layout = replace(PIPELINE, mesh=(("pp", 2), ("dp", 4)))
     device, _ = model().device_work(layout)
     predicted: dict[str, float] = {}
-    for each in Communication(device, layout).of_step():
+    for each in StepCollectives(device, layout).of_step():
         (axis,) = each.axes
         predicted[axis] = predicted.get(axis, 0.0) + each.nbytes * each.times
     rows = compiled(layout).collectives.rows
@@ -170,7 +170,7 @@ def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
 def test_a_pipeline_that_gathers_once_sends_that_in_each_step():
     layout = replace(PIPELINE, gather="step")
     device, _ = model().device_work(layout)
-    comms, predicted = Communication(device, layout), Counter[tuple[Any, ...]]()
+    comms, predicted = StepCollectives(device, layout), Counter[tuple[Any, ...]]()
     assert not comms.of_microbatch()
     for each in comms.of_step():
         predicted[each.axes, each.kind] += each.nbytes * each.times
