@@ -30,7 +30,7 @@ _RATES: Final = ("bfloat16", "float32", "elementwise")
 _FP8: Final = "float8"  # of machines that have it
 _LONGEST: Final = 2**20
 # Names and switches, which have no source.
-_NO_FIGURES: Final = ("name", "compiler", "device_kinds", "topology", "chip_config")
+_NO_FIGURES: Final = "compiler", "device_kinds", "topology", "chip_config", "sources"
 
 
 @dataclass(frozen=True)
@@ -234,18 +234,18 @@ def _wrong(path: Path, got: str) -> TargetError:
 def _problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Everything that is wrong with the contents of a file, one line each."""
     known = {each.name: each for each in fields(Machine)}
-    keys = set(known) - {"name", "file"}
-    for key in sorted(values.keys() - keys):
-        yield f"unknown key {key!r}: {did_you_mean(str(key), sorted(keys))}"
-    needed = {key for key in keys if known[key].default is MISSING}
-    for key in sorted(needed - values.keys()):
-        yield f"the key {key!r} is missing"
+    del known["name"], known["file"]
+    for key in sorted(values.keys() - known.keys()):
+        yield f"unknown key {key!r}: {did_you_mean(str(key), sorted(known))}"
+    for key in sorted(known.keys() - values.keys()):
+        if known[key].default is MISSING:
+            yield f"the key {key!r} is missing"
     if values.get("compiler") not in PLATFORMS:
         yield f"compiler is one of {', '.join(PLATFORMS)}"
     yield from _figure_problems(values)
     for key, value in values.items():
         has_source = key in (values.get("sources") or {})
-        if key in keys and key not in (*_NO_FIGURES, "sources") and not has_source:
+        if key in known and key not in _NO_FIGURES and not has_source:
             yield f"sources.{key} is missing: say where {value!r:.60} is from"
 
 

@@ -71,9 +71,13 @@ class Target:
                 fix=f"use 'cpu' or {found.compiler!r}",
             )
         if not colon or not _SIZES.fullmatch(size):
-            raise _size_error(found, text, "there is no size", _example(found))
+            raise _size_error(found, text, "there is no size", _usual(found))
         sizes = tuple(map(int, size.split("x")))
-        return cls(found, _checked(found, sizes, text), compiler or found.compiler)
+        if problem := _size_problem(found, sizes):
+            raise _size_error(found, text, *problem)
+        if found.compiler == "cuda" and len(sizes) == 1:
+            sizes = (1, *sizes)
+        return cls(found, sizes, compiler or found.compiler)
 
     @property
     def name(self) -> str:
@@ -194,62 +198,49 @@ class Target:
         return self.name
 
 
-def _checked(found: Machine, sizes: tuple[int, ...], text: str) -> tuple[int, ...]:
+def _size_problem(
+    found: Machine, sizes: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]] | None:
+    """What is wrong with the sizes of a target, and near sizes that it may have."""
+    largest, most = found.largest_torus, found.devices_per_host
     if 0 in sizes:
-        raise _size_error(found, text, "a size is 0", _example(found))
+        return "a size is 0", _usual(found)
     if found.is_torus:
-        return _checked_torus(found, sizes, text)
-    if found.compiler == "cpu":
-        if len(sizes) > 1 or sizes[0] > found.devices_per_host:
-            most = f"cpu:{found.devices_per_host}"
-            raise _size_error(found, text, "CPU devices are of one host", most)
-        return sizes
-    if len(sizes) > 2:
+        if len(sizes) != len(largest):
+            got = f"{len(sizes)} sizes, and the torus has {len(largest)} dims"
+            return got, _usual(found)
+        if any(map(operator.gt, sorted(sizes), sorted(largest))):
+            return f"the largest slice is {'x'.join(map(str, largest))}", largest
+        even = tuple(size + size % 2 for size in sizes[:2])
+        if even != sizes[:2]:
+            got = "hosts have 2 × 2 chips, so the first two sizes are even"
+            return got, (*even, *sizes[2:])
+    elif found.compiler == "cpu":
+        if len(sizes) > 1 or sizes[0] > most:
+            return "CPU devices are of one host", (most,)
+    elif len(sizes) > 2:
         got = f"{len(sizes)} sizes; a target of hosts has hosts × devices of each"
-        raise _size_error(found, text, got, _example(found))
-    hosts, devices = sizes if len(sizes) == 2 else (1, *sizes)
-    most = found.devices_per_host
-    if devices > most:
-        near = max(1, round(hosts * devices / most))
-        got = f"{devices} devices in a host, and it has {most}"
-        raise _size_error(found, text, got, f"{found.name}:{near}x{most}")
-    return hosts, devices
+        return got, _usual(found)
+    elif sizes[-1] > most:
+        got = f"{sizes[-1]} devices in a host, and it has {most}"
+        return got, (max(1, round(math.prod(sizes) / most)), most)
+    return None
 
 
-def _checked_torus(
-    found: Machine, sizes: tuple[int, ...], text: str
-) -> tuple[int, ...]:
-    largest = found.largest_torus
-    if len(sizes) != len(largest):
-        got = f"{len(sizes)} sizes, and the torus has {len(largest)} dims"
-        raise _size_error(found, text, got, _example(found))
-    if any(map(operator.gt, sorted(sizes), sorted(largest))):
-        most = "x".join(map(str, largest))
-        got = f"the largest slice is {most}"
-        raise _size_error(found, text, got, f"{found.name}:{most}")
-    if sizes[0] % 2 or sizes[1] % 2:
-        even = [size + size % 2 for size in sizes[:2]]
-        near = "x".join(map(str, (*even, *sizes[2:])))
-        got = "hosts have 2 × 2 chips, so the first two sizes are even"
-        raise _size_error(found, text, got, f"{found.name}:{near}")
-    return sizes
+def _usual(found: Machine) -> tuple[int, ...]:
+    """Sizes that every target of a machine may have."""
+    if found.is_torus:
+        return (4,) * len(found.largest_torus)
+    return (8,) if found.compiler == "cpu" else (2, found.devices_per_host)
 
 
 def _size_error(
-    found: Machine, text: str, got: str, example: str | None = None
+    found: Machine, text: str, got: str, near: tuple[int, ...] = ()
 ) -> TargetError:
     kind = "chips along each dim" if found.is_torus else "hosts × devices of each"
+    example = f", such as {found.name}:{'x'.join(map(str, near))}" if near else ""
     return TargetError(
         f"there is no target {text!r}",
         got=got,
-        fix=f"write {found.name}:<{kind}>"
-        + (f", such as {example}" if example else ""),
+        fix=f"write {found.name}:<{kind}>{example}",
     )
-
-
-def _example(found: Machine) -> str:
-    if found.is_torus:
-        return f"{found.name}:{'x'.join(['4'] * len(found.largest_torus))}"
-    if found.compiler == "cpu":
-        return "cpu:8"
-    return f"{found.name}:2x{found.devices_per_host}"
