@@ -13,7 +13,6 @@ from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.prediction import Prediction
 from tessera.train.planner.search import Candidate, SearchResult
 from tessera.train.planner.space import Space
-from tessera.train.planner.verify import Verified
 
 UNCERTAINTY: Final = (
     "Times are predicted, not measured: those of published runs were met within 10 % "
@@ -42,12 +41,12 @@ class Answer:
     space: Space
     words: tuple[str, ...]
     found: SearchResult
-    verified: tuple[Verified, ...] = ()
+    verified: tuple[Candidate, ...] = ()
 
     @property
     def ranked(self) -> list[Candidate]:
         """The layouts that fit, best first; compiled ones, where there are any."""
-        compiled = [each.candidate for each in self.verified if each.fits]
+        compiled = [each for each in self.verified if each.is_safe]
         return compiled or self.found.best
 
     @property
@@ -118,21 +117,18 @@ class Answer:
 
     def _failures(self) -> Iterator[str]:
         for each in self.verified:
-            if each.fits:
-                continue
-            layout, found = describe(each.candidate.layout), each.candidate.prediction
-            reason = each.problem or f"needs {format_bytes(found.memory_bytes)}"
-            yield f"compiled, and left out: {layout}: {reason}"
+            if not each.is_safe:
+                needed = format_bytes(each.prediction.memory_bytes)
+                reason = each.problem or f"needs {needed}"
+                yield f"compiled, and left out: {describe(each.layout)}: {reason}"
 
     def _better(self) -> Iterator[str]:
         larger, best = self.found.larger, self.best.prediction
         if larger is None or larger.prediction.seconds > 0.97 * best.seconds:
             return
         # Estimates are compared with estimates.
-        estimate = next(
-            (v.estimate for v in self.verified if v.candidate is self.best), self.best
-        )
-        gain = 1 - larger.prediction.seconds / estimate.prediction.seconds
+        estimate = self.best.estimate or best
+        gain = 1 - larger.prediction.seconds / estimate.seconds
         if gain > 0.03:
             need = format_bytes(larger.prediction.memory_bytes)
             yield (
@@ -178,9 +174,9 @@ class Answer:
             "command": self.command(self.best.layout),
             "layouts": [self._json(each) for each in self.ranked],
             "left_out": [
-                {**self._json(each.candidate), "problem": each.problem}
+                {**self._json(each), "problem": each.problem}
                 for each in self.verified
-                if not each.fits
+                if not each.is_safe
             ],
             "uncertainty": UNCERTAINTY,
         }

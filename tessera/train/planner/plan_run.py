@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from tessera.analysis.memory import format_bytes
 from tessera.errors import PlanError, TargetError
@@ -16,10 +16,10 @@ from tessera.train.config.layout_checks import target_of
 from tessera.train.config.overrides import is_choice, parse
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import Layout, without
-from tessera.train.planner.search import SearchResult, search
+from tessera.train.planner.search import Candidate, SearchResult, search
 from tessera.train.planner.space import AXES, Space
 from tessera.train.planner.step_time import StepModel
-from tessera.train.planner.verify import Verified, default_processes, verify
+from tessera.train.planner.verify import default_processes, verify
 
 # The largest target that is tried where none is found: 64 times as many devices.
 _MOST_DOUBLINGS: Final = 6
@@ -157,8 +157,9 @@ def _nearest_fitting(
     return None
 
 
-def _progress(each: Verified) -> str:
-    found: Any = each.candidate.prediction
-    state = "" if each.fits else f": left out{': ' * bool(each.problem)}{each.problem}"
-    memory = format_bytes(found.memory_bytes)
-    return f"compiled {describe(each.candidate.layout)}: {memory}{state}"
+def _progress(each: Candidate) -> str:
+    state = "" if each.is_safe else ": left out"
+    if each.problem:
+        state += f": {each.problem}"
+    memory = format_bytes(each.prediction.memory_bytes)
+    return f"compiled {describe(each.layout)}: {memory}{state}"

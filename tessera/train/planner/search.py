@@ -32,12 +32,17 @@ class Candidate:
     Attributes:
       layout: The layout.
       prediction: What is expected of it.
-      is_safe: Whether it fits by more than the error of a prediction of memory.
+      is_safe: Whether it fits by more than the error of a prediction of memory; of a
+        compiled one, whether it fits.
+      estimate: What was predicted before it was compiled.
+      problem: Why the compiler gave no figures.
     """
 
     layout: Layout
     prediction: Prediction
     is_safe: bool
+    estimate: Prediction | None = None
+    problem: str = ""
 
 
 @dataclass

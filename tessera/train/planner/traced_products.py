@@ -141,7 +141,7 @@ class _Walk:
             return False
         try:
             results = jaxprs.bind(equation, [each.value for each in operands])
-        except Exception:
+        except (TypeError, ValueError, NameError, RuntimeError):
             return False
         for var, result in zip(equation.outvars, results, strict=True):
             env[var] = _Known(np.asarray(result), per_step)

@@ -10,7 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from tessera.train.planner.search import Candidate
@@ -22,24 +22,6 @@ TIMEOUT: Final = 900.0
 _MODULE: Final = "tessera.train.planner.compile_layout"
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A layout that the target's compiler has seen.
-
-    Attributes:
-      candidate: The layout, with the compiler's figures in its prediction; where there
-        are none, as it was.
-      estimate: What was predicted before.
-      fits: Whether its memory is that of a device at most.
-      problem: Why there are no figures; empty if there are.
-    """
-
-    candidate: Candidate
-    estimate: Candidate
-    fits: bool
-    problem: str = ""
-
-
 def verify(
     candidates: Sequence[Candidate],
     words: Sequence[str],
@@ -47,8 +29,8 @@ def verify(
     *,
     wanted: int,
     processes: int,
-    note: Callable[[Verified], object] = repr,
-) -> list[Verified]:
+    note: Callable[[Candidate], object] = repr,
+) -> list[Candidate]:
     """Compile candidates in their order until so many fit.
 
     Args:
@@ -62,10 +44,10 @@ def verify(
     Returns:
       All that were compiled; those that fit first, by the time of a step.
     """
-    found: list[Verified] = []
+    found: list[Candidate] = []
     remaining = list(candidates[: 3 * wanted])
     with ThreadPoolExecutor(processes) as pool:
-        while missing := wanted - sum(each.fits for each in found):
+        while missing := wanted - sum(each.is_safe for each in found):
             if not remaining:
                 break
             batch, remaining = remaining[:missing], remaining[missing:]
@@ -73,16 +55,12 @@ def verify(
             for estimate, figures in zip(batch, pool.map(_compile, lines), strict=True):
                 found.append(_verified(estimate, figures, capacity))
                 note(found[-1])
-    return sorted(found, key=lambda each: (not each.fits, _seconds(each)))
+    return sorted(found, key=lambda each: (not each.is_safe, each.prediction.seconds))
 
 
 def default_processes() -> int:
     """Compilers that run side by side: one for each core, up to four."""
     return max(1, min(4, os.cpu_count() or 1))
-
-
-def _seconds(verified: Verified) -> float:
-    return verified.candidate.prediction.seconds
 
 
 def _compile(words: list[str]) -> dict[str, Any]:
@@ -109,10 +87,10 @@ def _compile(words: list[str]) -> dict[str, Any]:
         return {"error": f"the compiler ended without an answer: {last[:200]}"}
 
 
-def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Verified:
+def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Candidate:
     if "error" in figures:
         code = f"[{figures['code']}] " if "code" in figures else ""
-        return Verified(estimate, estimate, False, code + figures["error"])
+        return replace(estimate, is_safe=False, problem=code + figures["error"])
     before = estimate.prediction
     bubble = figures["compute"] * before.bubble / (before.compute + before.bubble)
     prediction = replace(
@@ -125,6 +103,4 @@ def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Ve
         compiled=True,
     )
     fits = figures["memory"] <= capacity
-    return Verified(
-        replace(estimate, prediction=prediction, is_safe=fits), estimate, fits
-    )
+    return Candidate(estimate.layout, prediction, fits, before)

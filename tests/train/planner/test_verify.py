@@ -49,17 +49,17 @@ def run(count: int, wanted: int = 2):
 def test_what_the_compiler_says_orders_the_answer(monkeypatch):
     answers(monkeypatch, figures(900, 7.0), figures(800, 3.0))
     first, second = run(2)
-    assert first.candidate.prediction.seconds == 3.0
-    assert first.candidate.prediction.memory_bytes == 800
-    assert first.candidate.prediction.compiled
-    assert second.estimate.prediction.seconds == 1.0
+    assert first.prediction.seconds == 3.0
+    assert first.prediction.memory_bytes == 800
+    assert first.prediction.compiled
+    assert second.estimate.seconds == 1.0
 
 
 def test_a_layout_that_does_not_fit_makes_room_for_the_next(monkeypatch):
     answers(monkeypatch, figures(2000, 1.0), figures(900, 2.0), figures(900, 3.0))
     found = run(3)
-    assert [each.fits for each in found] == [True, True, False]
-    assert found[2].candidate.prediction.memory_bytes == 2000
+    assert [each.is_safe for each in found] == [True, True, False]
+    assert found[2].prediction.memory_bytes == 2000
 
 
 def test_not_more_are_compiled_than_are_wanted(monkeypatch):
@@ -71,7 +71,7 @@ def test_an_error_is_a_reason_and_no_end(monkeypatch):
     refused = {"code": "T509", "error": "the program does not fit", "got": ""}
     answers(monkeypatch, refused, {"error": "exit code -9"}, figures(900, 1.0))
     found = run(3, wanted=1)
-    assert found[0].fits
+    assert found[0].is_safe
     assert {each.problem for each in found[1:]} == {
         *("[T509] the program does not fit", "exit code -9")
     }
@@ -80,7 +80,7 @@ def test_an_error_is_a_reason_and_no_end(monkeypatch):
 def test_a_process_that_dies_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (found,) = run(1, wanted=1)
-    assert not found.fits
+    assert not found.is_safe
     assert found.problem == "the compiler ended without an answer: exit code 1"
 
 
@@ -89,9 +89,9 @@ def test_a_process_compiles_a_step():
     found = verify([candidate(4.0)], WORDS, 10**9, wanted=1, processes=1)
     (each,) = found
     assert each.problem == ""
-    assert each.fits
-    assert 10**5 < each.candidate.prediction.memory_bytes < 10**8
-    assert each.candidate.prediction.compute > 0
+    assert each.is_safe
+    assert 10**5 < each.prediction.memory_bytes < 10**8
+    assert each.prediction.compute > 0
 
 
 @pytest.mark.full
