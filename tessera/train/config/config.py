@@ -63,11 +63,8 @@ class TrainingConfig:
       steps: Optimizer steps of the run; the learning rate's schedule spans them.
       seed: Of the initial parameters and of the order of the data.
       sequence_length: Tokens in a sequence.
-      micro_batch_size: Sequences of one microbatch for each data-parallel group of
-        devices: those that see the same data. The whole microbatch has this times dp
-        times fsdp.
-        devices: a group is the devices that see the same data, so it is one device
-        where tp is 1, and the whole microbatch has this times dp times fsdp.
+      micro_batch_size: Sequences of one microbatch for each data-parallel group, the
+        devices that see the same data; over all, this times dp times fsdp.
       gradient_accumulation_steps: Microbatches whose gradients make one optimizer step.
       global_batch_size: Sequences of one optimizer step over all devices; the number of
         microbatches follows, of at most micro_batch_size. null takes the two settings
