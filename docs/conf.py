@@ -68,12 +68,15 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-def leave_out_of_search(app: Any, doctree: Any) -> None:
-    """Keep the pages for contributors out of the site's search."""
-    if app.env.docname.startswith("contributing/"):
-        app.env.metadata[app.env.docname]["nosearch"] = ""
+def set_apart(app: Any, doctree: Any) -> None:
+    """Keep contributors' pages out of the search, and decisions out of the sidebar."""
+    page = app.env.docname
+    if page.startswith("contributing/"):
+        app.env.metadata[page]["nosearch"] = ""
+    if page.startswith("contributing/decisions/0"):
+        app.env.metadata[page]["orphan"] = ""  # their index lists them
 
 
 def setup(app: Any) -> None:
     """Register with Sphinx."""
-    app.connect("doctree-read", leave_out_of_search)
+    app.connect("doctree-read", set_apart)

@@ -239,3 +239,9 @@ def test_a_link_to_a_file_leads_somewhere(page):
             assert name in generated("figures").FIGURES
         else:
             assert (page.parent / target).exists(), target
+
+
+def test_the_index_of_decisions_has_each_of_them():
+    folder = DOCS / "contributing/decisions"
+    listed = re.findall(r"\]\((0\d+-\S+\.md)\)", (folder / "index.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in folder.glob("0*.md"))
