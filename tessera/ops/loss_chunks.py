@@ -188,9 +188,12 @@ def chunked(call: LossCall, differentiate: bool, tokens: LossOperands) -> Any:
     )
     sums, (losses, by_hidden) = _over_chunks(call, one, start, tokens)
     by_hidden = lax.psum(by_hidden, axes) if axes else by_hidden
+
+    def unscaled(total: Array) -> Array:
+        return total / terms.gradient_scale
+
     sums = sums._replace(weight=sums.weight if terms.vocab_dim else sums.weight.T)
-    by_head = jax.tree.map(lambda x: x / terms.gradient_scale, sums)
-    return losses, LossOperands(by_hidden, by_head)
+    return losses, LossOperands(by_hidden, jax.tree.map(unscaled, sums))
 
 
 def _in_parts(call: LossCall, differentiate: bool, chunk: LossOperands) -> Any:
