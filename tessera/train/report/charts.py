@@ -6,6 +6,7 @@ the same. Plotly reads its texts as a kind of HTML, so they are escaped as well.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from math import isfinite
 from typing import Any, Final
 
@@ -43,6 +44,19 @@ def number(value: float | None) -> str:
       ('1.235e+06', '0.0001235', '12', '–')
     """
     return "–" if value is None else f"{value:.4g}"
+
+
+def utc(seconds: float) -> str:
+    """A time of UTC, from seconds since 1970.
+
+    Example:
+      >>> utc(0.0), utc(1e300)
+      ('1970-01-01 00:00:00', 'an unknown time')
+    """
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
 
 
 def counted(number: int, what: str) -> str:

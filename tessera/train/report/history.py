@@ -3,12 +3,11 @@
 
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Final
 
 from tessera.train.records.events import Event
 from tessera.train.records.goodput import CAUSES, goodput_of
-from tessera.train.report.charts import number
+from tessera.train.report.charts import number, utc
 from tessera.train.report.markup import Html, join, paragraph, table
 from tessera.train.report.run_files import RunFiles
 
@@ -62,11 +61,12 @@ def events(runs: Sequence[RunFiles]) -> Html:
     shown = found[-_MOST_SHOWN:]
     counts = {kind: sum(item[1] == kind for item in found) for kind in _KINDS}
     listed = ", ".join(f"{count} × {kind}" for kind, count in counts.items() if count)
-    sentence = f"From {_time(found[0][2])} to {_time(found[-1][2])} UTC: {listed}."
+    first, last = (utc(found[at][2]["time"]) for at in (0, -1))
+    sentence = f"From {first} to {last} UTC: {listed}."
     if len(found) > len(shown):
         sentence += f" Shown are the last {len(shown):,}."
     rows = [
-        (_time(event), name, event.get("attempt", ""), kind, _message(event))
+        (utc(event["time"]), name, event.get("attempt", ""), kind, _message(event))
         for name, kind, event in shown
     ]
     header = ("time, UTC", "run", "attempt", "event", "message")
@@ -95,11 +95,3 @@ def _message(event: Event) -> str:
     if event.get("to_step") is not None:
         parts.append(f"back to step {event['to_step']}")
     return ": ".join(parts)[:_LONGEST_MESSAGE]
-
-
-def _time(event: Event) -> str:
-    try:
-        moment = datetime.fromtimestamp(event["time"], UTC)
-    except (ValueError, OverflowError, OSError):
-        return "1970-01-01 00:00:00"
-    return f"{moment:%Y-%m-%d %H:%M:%S}"

@@ -2,12 +2,11 @@
 """The first section: how each run ended, and its main numbers."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from math import isfinite
 from statistics import median
 
 from tessera.train.records.goodput import goodput_of
-from tessera.train.report.charts import counted, number
+from tessera.train.report.charts import counted, number, utc
 from tessera.train.report.markup import Html, join, paragraph, table
 from tessera.train.report.run_files import RunFiles, Series
 
@@ -66,11 +65,8 @@ def _ending(run: RunFiles) -> str:
         message = str(last.get("message", "no message"))[:_LONGEST_MESSAGE]
         return f"Failed after step {done}{of}: {message}"
     moment = max(event["time"] for event in run.events)
-    try:
-        seen = f"{datetime.fromtimestamp(moment, UTC):%Y-%m-%d %H:%M:%S} UTC"
-    except (ValueError, OverflowError, OSError):
-        seen = "an unknown time"
-    return f"Going on, or killed: {done}{of} steps, last heard of at {seen}."
+    seen = utc(moment)
+    return f"Going on, or killed: {done}{of} steps, last heard of at {seen} UTC."
 
 
 def _numbers(run: RunFiles) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Final
 from tessera.errors import ProcessLayoutError
 from tessera.train.runtime.accelerators import find_accelerators
 from tessera.train.runtime.cluster import detect
-from tessera.train.runtime.launcher import Plan
+from tessera.train.runtime.launcher import LaunchPlan
 from tessera.train.runtime.python_process import module_command
 
 _A_YEAR_S: Final = 31_536_000
@@ -38,7 +38,7 @@ _OF_LAUNCHERS: Final = (
 )
 
 
-def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchPlan:
     """Parse what to start.
 
     Args:
@@ -51,7 +51,7 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
       SystemExit: With code 2 if the options are wrong, with 0 after ``--help``.
     """
     options = _parser().parse_args(arguments)
-    plan = Plan(
+    plan = LaunchPlan(
         command=_command(options.program, options.arguments),
         num_ranks=options.nprocs or len(find_accelerators(environ)) or 1,
         max_restarts=options.max_restarts,
@@ -70,7 +70,7 @@ def _command(name: str, arguments: Sequence[str]) -> tuple[str, ...]:
     return module_command("tessera.__main__", name, *arguments)
 
 
-def _with_ranks(plan: Plan, environ: Mapping[str, str]) -> Plan:
+def _with_ranks(plan: LaunchPlan, environ: Mapping[str, str]) -> LaunchPlan:
     """The plan with its ranks of a run on several machines, if exported variables say.
 
     Raises T704 where it would otherwise start a complete run on each machine.
@@ -106,7 +106,7 @@ def _with_ranks(plan: Plan, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def _check_ranks(plan: Plan, first: int, world_size: int) -> None:
+def _check_ranks(plan: LaunchPlan, first: int, world_size: int) -> None:
     """Raise T704 for ranks that a run on several machines does not have."""
     last = first + plan.num_ranks - 1
     if last >= world_size:

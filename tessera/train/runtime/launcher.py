@@ -61,7 +61,7 @@ _BEFORE_KILL: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What to start on this machine.
 
     Attributes:
@@ -93,7 +93,7 @@ class Launcher:
       environ: The environment variables that the ranks inherit.
     """
 
-    def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
+    def __init__(self, plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         self._plan, self._environ = plan, environ
         self._output = threading.Lock()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -349,7 +349,9 @@ class Attempt:
                 rank.kill()
 
 
-def rank_variables(plan: Plan, local_rank: int, master: Address) -> dict[str, str]:
+def rank_variables(
+    plan: LaunchPlan, local_rank: int, master: Address
+) -> dict[str, str]:
     """The environment variables from which a rank detects its run: torchrun's."""
     values = {
         "RANK": plan.first_rank + local_rank,

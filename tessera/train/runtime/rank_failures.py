@@ -21,7 +21,6 @@ _HEAD_START: Final = 1.0
 _CONSEQUENCES: Final = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _CHAIN: Final = ("During handling of the above", "The above exception was the direct")
-_MAX_TRACEBACK: Final = 80
 _LAST_LINES: Final = 30
 
 
@@ -99,8 +98,4 @@ def relevant_lines(errors: Sequence[str]) -> list[str]:
         line.startswith(_CHAIN) for line in errors[starts[-1] : start]
     ):
         start = starts.pop()
-    lines = list(errors[start:])
-    if len(lines) <= _MAX_TRACEBACK:
-        return lines
-    half = _MAX_TRACEBACK // 2
-    return [*lines[:half], f"… {len(lines) - 2 * half} lines …", *lines[-half:]]
+    return list(errors[start:])

@@ -56,16 +56,11 @@ def compiler_options(flags: Sequence[str]) -> CompilerOptions:
     for match in filter(None, matches.values()):
         name, value = match.groups(default="true")
         options[name] = _BOOLS.get(value.lower(), value)
-    if options and _refusal(options):
-        reasons = {
-            match.group(): reason
-            for match in filter(None, matches.values())
-            if (reason := _refusal({match[1]: options[match[1]]}))
-        }
+    if options and (reason := _refusal(options)):
         raise SettingValueError(
             "XLA does not take runtime.xla_flags",
-            got="\n".join(f"{flag}: {reason}" for flag, reason in reasons.items()),
-            fix=f"leave them out: this is the XLA of jaxlib {jax.lib.__version__}",
+            got=reason,
+            fix=f"leave it out: this is the XLA of jaxlib {jax.lib.__version__}",
         )
     return tuple(options.items())
 

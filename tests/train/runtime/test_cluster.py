@@ -7,7 +7,7 @@ from tessera.errors import ProcessLayoutError
 from tessera.train.runtime.cluster import Cluster, detect
 from tessera.train.runtime.cluster import _first_host as first_host
 from tessera.train.runtime.cluster import _tasks_on_node as tasks_on_node
-from tessera.train.runtime.launcher import Plan, rank_variables
+from tessera.train.runtime.launcher import LaunchPlan, rank_variables
 
 TORCHRUN = {
     "RANK": "3",
@@ -83,7 +83,7 @@ def test_the_order_of_environments_is_torchrun_slurm_mpi_kubernetes():
 
 def test_our_launcher_sets_torchruns_variables_and_is_named():
     master = "127.0.0.1", 29500
-    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(Plan((), 4), 1, master)}
+    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(LaunchPlan((), 4), 1, master)}
     found = detect(launched)
     assert (
         str(found)

@@ -14,7 +14,7 @@ import pytest
 
 from tessera import errors
 from tessera.train.runtime import exit_codes, launcher
-from tessera.train.runtime.launcher import Attempt, Launcher, Plan
+from tessera.train.runtime.launcher import Attempt, Launcher, LaunchPlan
 from tessera.train.runtime.launcher_protocol import Status
 from tessera.train.runtime.rank_process import RankProcess
 
@@ -61,7 +61,7 @@ def test_a_signal_is_128_and_its_number(returncode, code):
 
 def launch(program: str, grace: float = 120.0, **options) -> int:
     """The exit code of two ranks of a program that is given as text."""
-    plan = Plan(
+    plan = LaunchPlan(
         (sys.executable, "-c", program),
         num_ranks=2,
         grace=grace,

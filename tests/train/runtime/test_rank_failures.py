@@ -63,10 +63,3 @@ def test_what_to_read_is_the_last_lines_otherwise():
     lines = [str(number) for number in range(100)]
     assert relevant_lines(lines) == lines[-30:]
     assert relevant_lines([]) == []
-
-
-def test_a_long_traceback_keeps_both_ends():
-    frames = [f"  File {number}" for number in range(200)]
-    shown = relevant_lines([TRACEBACK[0], *frames, "RecursionError: deep"])
-    assert len(shown) == 81
-    assert (shown[0], shown[-1]) == (TRACEBACK[0], "RecursionError: deep")
