@@ -32,7 +32,7 @@ MESHES = {
     **{axis: {axis: 4} for axis in ("dp", "fsdp", "tp", "cp")},
     "pp × fsdp": {"pp": 2, "fsdp": 2},
 }
-ROWS, LENGTH, MICROBATCHES, MICROSHARDS = 4, 128, 4, 8
+ROWS, LENGTH, MICROBATCHES, REDUCTION_PARTS = 4, 128, 4, 8
 
 
 def config_on(sizes: dict[str, int]) -> StepConfig:
@@ -58,7 +58,7 @@ def compare(name: str, rounds: int) -> report.Row:
     fast = config_on(MESHES[name])
     batch = random_batch(fast, ROWS, LENGTH)
     steps = []
-    for config in (fast, replace(fast, microshards=MICROSHARDS)):
+    for config in (fast, replace(fast, reduction_parts=REDUCTION_PARTS)):
         found = prepared(config, batch, None)
         steps.append(Runner(found.step, found.state, batch))
     report.alternate(steps, 2)
@@ -74,9 +74,7 @@ def compare(name: str, rounds: int) -> report.Row:
 def main(options: argparse.Namespace) -> None:
     """Print the table."""
     rounds = 6 if options.quick else 20
-    title = (
-        f"{MICROBATCHES} × {ROWS} × {LENGTH} tokens a step, {MICROSHARDS} microshards"
-    )
+    title = f"{MICROBATCHES} × {ROWS} × {LENGTH} tokens a step, {REDUCTION_PARTS} parts"
     report.show(title, [compare(name, rounds) for name in MESHES], options.json)
 
 

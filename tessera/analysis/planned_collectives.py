@@ -20,7 +20,7 @@ layout
     It moves a value from the layout in which it was computed to one that the program
     declares: a constraint, the argument of an SPMD region, or a result that is declared
     replicated while the arrays that it is computed from, element by element, are stored
-    split (the parameters of ZeRO stage 1).
+    sharded (the parameters of ZeRO stage 1).
 
 Every other collective is *unplanned*: the partitioner needed it because the declared
 layouts do not fit each other, or because one is missing. A gather that replicates a
@@ -243,7 +243,7 @@ class Reasons:
         return stored and any(axes & self._over(u) for u in users)
 
     def _is_new_state(self, node: Node, axes: Axes) -> bool:
-        """Whether results are gathered that were computed from stored split arrays."""
+        """Whether results are gathered that come from arrays stored sharded."""
         if not any(user.element == RESULT for user in self._users(node)):
             return False
         return all(

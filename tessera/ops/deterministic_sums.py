@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Sums in a fixed order: the same bits on any number of devices.
 
-A batch is split into microshards, the same number on every mesh. The computation of
+A batch is split into parts, the same number on every mesh. The computation of
 each is compiled apart from its surroundings, and the results are added in one binary
 tree: its lower levels on each device, its upper levels between devices.
 
-  microshard   0   1   2   3   4   5   6   7
+  part         0   1   2   3   4   5   6   7
                 \ /     \ /     \ /     \ /     on 4 devices: each by itself
                   \_____/         \_____/       devices 0-1 and 2-3
                       \_____________/           devices 0-2 and 1-3
 
 Where the number of devices is no power of two, no device has a complete part of the
-tree. Each then adds its own share of the elements, from all microshards.
+tree. Each then adds its own share of the elements, from all parts.
 """
 
 import math

@@ -23,7 +23,7 @@ LIMIT = 400.0
 STEPS = 600
 # Where nothing has to be waited for but a stop.
 FEWER = 300
-# Two and three devices share 24 rows; a microshard has three of them.
+# Two and three devices share 24 rows; a part has three of them.
 SETTINGS = (
     *("model.d_model=32", "model.num_layers=1", "model.num_heads=2"),
     *("model.num_kv_heads=1", "model.head_dim=16", "model.mlp_dim=32"),

@@ -196,7 +196,7 @@ FEATURES = (
     *("training.loss_chunk=4", "training.loss_chunk=none", "training.clip_norm=null"),
     *("training.gradient_compression=bf16", "training.gradient_compression=top_k"),
     *("training.compression_ratio=0.5", "training.numerics=deterministic"),
-    *("training.microshards=2", "training.microshards=3", "training.seed=7"),
+    *("training.reduction_parts=2", "training.reduction_parts=3", "training.seed=7"),
     *(
         "training.gradient_accumulation_steps=2",
         "training.gradient_accumulation_steps=4",

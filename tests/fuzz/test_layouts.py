@@ -90,7 +90,7 @@ def test_remembered_checks_say_what_the_checks_say(seed):
     name = draw.choice(["tiny", "moe_tiny"])
     training = {
         "numerics": draw.choice(["fast", "fast", "deterministic"]),
-        "microshards": 8,
+        "reduction_parts": 8,
         "gradient_compression": draw.choice(["none", "none", "int8"]),
     }
     config = traced(name).config

@@ -45,7 +45,7 @@ RUNS = {
     ),
     "top_k": (*("model.mesh_shape=[[2],[dp]]", "training.gradient_compression=top_k"),),
     "deterministic": (
-        *("training.numerics=deterministic", "training.microshards=2"),
+        *("training.numerics=deterministic", "training.reduction_parts=2"),
         "model.mesh_shape=[[2],[dp]]",
     ),
     "f16": ("training.mixed_precision=fp16",),
@@ -126,7 +126,7 @@ OTHERS = {
     "training.gradient_compression": ("bf16",),
     "training.compression_ratio": ("0.5",),
     "training.numerics": ("deterministic", "fast"),
-    "training.microshards": ("4",),
+    "training.reduction_parts": ("4",),
     "training.pipeline_schedule": ("gpipe",),
     "training.pipeline_chunks": ("2", "4"),
     "training.pipeline_gather": ("step",),

@@ -37,7 +37,7 @@ MESH_AXES: Final = tuple(
 # As the modules that implement them call them, which import JAX; a test compares them.
 SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
-GATHERS: Final = ("tick", "step")
+GATHERS: Final = ("microbatch", "step")
 COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 ON_SPIKE: Final = ("none", "warn", "skip", "rollback")
 PREEMPTION_NOTICES: Final = ("none", "gce", "aws", "azure")
@@ -95,15 +95,15 @@ class TrainingConfig:
       numerics: How sums over the batch are made; fast in any order, deterministic in
         one that gives the same bits in every run and on every mesh, whose axes then
         share rows and split nothing but what is stored.
-      microshards: With deterministic numerics, into how many parts the rows of a step
-        are cut; the same on every mesh that is to give the same bits.
+      reduction_parts: With deterministic numerics, into how many parts the rows of a
+        step are cut; the same on every mesh that is to give the same bits.
       pipeline_schedule: The order of forwards and backwards over the stages of pp,
         whose microbatches are those of gradient_accumulation_steps.
       pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
-      pipeline_gather: When the stages of pp gather their parameters over fsdp. tick
-        gathers a layer wherever a microbatch runs it, and reduces its gradient there;
-        step gathers all layers before the first tick and reduces their gradients after
-        the last, so that each device has both whole in between.
+      pipeline_gather: When the stages of pp gather their parameters over fsdp.
+        microbatch gathers a layer wherever a microbatch runs it, and reduces its
+        gradient there; step gathers all layers before the first microbatch and reduces
+        their gradients after the last, so that each device has both whole in between.
       clip_norm: Scale the gradients down to this global norm; null never does.
       max_skipped_steps: Steps in a row that may be skipped because their loss or
         gradients are not finite; one more ends the run. fp16 has a bound of its own,
@@ -175,12 +175,12 @@ class TrainingConfig:
     gradient_compression: str = setting("none", choices=COMPRESSIONS)
     compression_ratio: float = setting(0.01, above=0, most=1)
     numerics: str = setting("fast", choices=("fast", "deterministic"))
-    microshards: int = setting(
+    reduction_parts: int = setting(
         8, least=1, most=2**20, test=lambda n: n.bit_count() == 1, legal="a power of 2"
     )
     pipeline_schedule: str = setting("1f1b", choices=SCHEDULE_NAMES)
     pipeline_chunks: int = setting(1, least=1, most=10_000)
-    pipeline_gather: str = setting("tick", choices=GATHERS)
+    pipeline_gather: str = setting("microbatch", choices=GATHERS)
     clip_norm: float | None = setting(1.0, above=0)
     max_skipped_steps: int = setting(3, least=0, most=MOST_COUNT)
     on_spike: str = setting("none", choices=ON_SPIKE)

@@ -88,8 +88,7 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
-        # Replaced by one that does not depend on the mesh; it changes no array.
-        values["training"].pop("validation_batches", None)
+        _rename(values["training"])
         model = values["model"].get("definition", DECODER)
         config = schema(definition_of(model))
         cls = OPTIMIZERS[values["optimizer"]["name"]]
@@ -100,6 +99,16 @@ def settings_of_text(text: str) -> Config:
     except Exception as error:
         name = type(error).__name__
         raise ValueError(next(iter(str(error).splitlines()), name)) from error
+
+
+def _rename(training: dict[str, Any]) -> None:
+    """Give settings of earlier versions their present names."""
+    # Replaced by one that does not depend on the mesh; it changes no array.
+    training.pop("validation_batches", None)
+    if "microshards" in training:
+        training["reduction_parts"] = training.pop("microshards")
+    if training.get("pipeline_gather") == "tick":
+        training["pipeline_gather"] = "microbatch"
 
 
 def as_text(config: DictConfig) -> str:

@@ -26,7 +26,8 @@ _MOST_LISTED: Final = 12
 # Settings that other ones have replaced, and what to write instead.
 _REPLACED: Final = {
     "training.validation_batches": "write training.validation_sequences=<batches times "
-    "the rows of each>: it counts sequences, the same on every mesh; null is all"
+    "the rows of each>: it counts sequences, the same on every mesh; null is all",
+    "training.microshards": "write training.reduction_parts=<parts>, its new name",
 }
 _SWEEPING: Final = re.compile(r"hydra[./](sweep|launcher|sweeper)\b")
 

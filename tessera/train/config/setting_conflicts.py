@@ -110,7 +110,7 @@ UNREAD: Final = (
     Rule("data.name=synthetic", "training.sample_prompt", ", which is no text"),
     Rule("training.on_spike=none", "training.spike_threshold training.spike_window"),
     Rule("training.gradient_compression!=top_k", "training.compression_ratio"),
-    Rule("training.numerics=fast", "training.microshards"),
+    Rule("training.numerics=fast", "training.reduction_parts"),
 )
 # What axes would read that a mesh does not have.
 OF_AXES: Final = {
@@ -212,7 +212,7 @@ def numerics_problems(config: Config, sizes: Sizes) -> Iterator[TesseraError]:
       config: Of the run.
       sizes: Of the mesh's axes, by name.
     """
-    training, parts = config.training, config.training.microshards
+    training, parts = config.training, config.training.reduction_parts
     micro, devices = training.micro_batch_size, math.prod(sizes.values())
     rows = training.global_batch_size or (
         micro * data_parallel_groups(sizes) * training.gradient_accumulation_steps
@@ -221,24 +221,24 @@ def numerics_problems(config: Config, sizes: Sizes) -> Iterator[TesseraError]:
         return
     if parts < devices:
         yield SettingConflictError(
-            "deterministic numerics need a microshard for each device",
-            got=f"{training.microshards=} for {devices} devices",
-            fix=f"use at most {parts} devices, or more microshards",
+            "deterministic numerics need a part of the rows for each device",
+            got=f"{training.reduction_parts=} for {devices} devices",
+            fix=f"use at most {parts} devices, or more parts",
         )
     elif rows % parts:
         near = nearest(range(parts, rows + parts + 1, parts), rows)
         yield BatchSizeError(
-            "a step cannot be cut into its microshards",
-            got=f"{rows} rows, {training.microshards=}: {rows} / {parts} leaves "
+            "a step cannot be cut into its parts",
+            got=f"{rows} rows, {training.reduction_parts=}: {rows} / {parts} leaves "
             f"{rows % parts}",
-            fix=f"use a batch of {near} rows, or fewer microshards",
+            fix=f"use a batch of {near} rows, or fewer parts",
         )
     elif rows // parts > micro:
         enough = 1 << (-(-rows // micro) - 1).bit_length()
         yield BatchSizeError(
-            "a microshard is larger than a microbatch of one device",
-            got=f"{rows} rows in {training.microshards=}: {rows // parts} each, "
+            "a part of the rows is larger than a microbatch of one device",
+            got=f"{rows} rows in {training.reduction_parts=}: {rows // parts} each, "
             f"{training.micro_batch_size=}",
-            fix=f"use training.microshards={enough} or "
+            fix=f"use training.reduction_parts={enough} or "
             f"training.micro_batch_size={rows // parts}",
         )

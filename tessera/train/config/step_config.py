@@ -45,7 +45,7 @@ class StepConfig:
         step; None where the mesh has no such axis.
       gathers_once: Whether its stages gather their parameters over ``fsdp`` once in a
         step; see ``PipelinedModel``.
-      microshards: With deterministic numerics, into how many parts the rows of the
+      reduction_parts: With deterministic numerics, into how many parts the rows of the
         step are cut; None adds in any order.
       loss_chunk: Of how many tokens each device makes logits at a time: a number,
         ``auto``, or ``none`` for all of them.
@@ -66,14 +66,14 @@ class StepConfig:
     compression_ratio: float = 0.01
     schedule: Schedule | None = None
     gathers_once: bool = False
-    microshards: int | None = None
+    reduction_parts: int | None = None
     loss_chunk: int | str = "none"
     spikes: SpikeGuard | None = None
 
     @cached_property
     def pipeline(self) -> PipelinedModel | None:
         """The model in stages, where there is a pipeline."""
-        if self.schedule is None or self.microshards is not None:
+        if self.schedule is None or self.reduction_parts is not None:
             return None
         return PipelinedModel(
             self.model,
@@ -99,9 +99,9 @@ class StepConfig:
     @cached_property
     def fixed_order(self) -> FixedOrder | None:
         """How sums are made where their order is fixed."""
-        if self.microshards is None:
+        if self.reduction_parts is None:
             return None
-        return FixedOrder(self.mesh, self.model, self.zero.params, self.microshards)
+        return FixedOrder(self.mesh, self.model, self.zero.params, self.reduction_parts)
 
     def state_specs(self, loss_scale: LossScale | None) -> TrainState:
         """The layout of every leaf of the step's state."""

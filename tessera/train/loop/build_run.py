@@ -113,8 +113,10 @@ class Run:
             schedule=self.schedule,
             gathers_once=training.pipeline_gather == "step",
             compression=training.gradient_compression,
-            microshards=(
-                training.microshards if training.numerics == "deterministic" else None
+            reduction_parts=(
+                training.reduction_parts
+                if training.numerics == "deterministic"
+                else None
             ),
             compression_ratio=training.compression_ratio,
             # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
@@ -310,7 +312,7 @@ class Run:
           HostMemoryError: [T703] there is no host memory to offload to.
           SettingConflictError: [T507] numerics cannot be deterministic here, or the
             devices have no fp8.
-          BatchSizeError: [T503] a step cannot be cut into its microshards.
+          BatchSizeError: [T503] a step cannot be cut into its parts.
           WeightFileError: [T805] the file to begin with has other parameters.
           DeviceCountError: [T702] the mesh has too many devices to compile for here.
           DeviceMemoryError: [T509] the devices do not hold the state.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.numerics=deterministic``: a step whose bits no mesh changes.
 
-The devices of all axes share the microshards of the batch. Each computes its own one
+The devices of all axes share the parts of the batch. Each computes its own one
 after the other with gathered parameters, and gradients are added in one tree
 (``ops/deterministic_sums.py``). Every device computes norms of whole gradients; the
 optimizer update is element-wise. Axes like ``tp`` and ``pp`` split only what is stored:
@@ -42,30 +42,30 @@ class FixedOrder:
       mesh: Where the step runs.
       model: Its model, as its parameters are stored.
       layouts: Those of the parameters.
-      microshards: Into how many parts the rows of a step are cut, a power of two.
+      reduction_parts: Into how many parts the rows of a step are cut, a power of two.
     """
 
     mesh: Mesh
     model: Model
     layouts: Tree
-    microshards: int
+    reduction_parts: int
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that share the microshards, outer first.
+        """The mesh axes that share the parts, outer first.
 
         All of them in a step of the trainer. An evaluation of few rows leaves some out,
         whose devices compute the same.
         """
         shared: list[str] = []
         for axis in self.mesh.axes:
-            if self.mesh.axis_size([*shared, axis]) <= self.microshards:
+            if self.mesh.axis_size([*shared, axis]) <= self.reduction_parts:
                 shared.append(axis)
         return tuple(shared)
 
     def of_rows(self, rows: int) -> "FixedOrder":
-        """The order for an evaluation, whose rows may be fewer than microshards."""
-        return replace(self, microshards=math.gcd(self.microshards, rows))
+        """The order for an evaluation, whose rows may be fewer than parts."""
+        return replace(self, reduction_parts=math.gcd(self.reduction_parts, rows))
 
     def summed(
         self,
@@ -74,7 +74,7 @@ class FixedOrder:
         batch: Batch,
         *others: jax.Array,
     ) -> Tree:
-        """The sum of ``function(params, microshard, *others)`` over a batch.
+        """The sum of ``function(params, part_of_batch, *others)`` over a batch.
 
         Args:
           function: Gives a tree of sums over the rows of ``[rows, ...]`` arrays.
@@ -88,8 +88,8 @@ class FixedOrder:
         """
         axes = self.axes
         devices = self.mesh.axis_size(axes)
-        is_shared_evenly = self.microshards % devices == 0
-        own = self.microshards // devices if is_shared_evenly else 0
+        is_shared_evenly = self.reduction_parts % devices == 0
+        own = self.reduction_parts // devices if is_shared_evenly else 0
         split = PartitionSpec(None, Placement(self.mesh).axes("batch") or None)
 
         def sums(params: Tree, batch: Batch, *others: jax.Array) -> Tree:
@@ -99,15 +99,15 @@ class FixedOrder:
 
             def part(index: jax.Array) -> Tree:
                 def rows_of(array: jax.Array) -> jax.Array:
-                    rows = array.shape[0] * array.shape[1] // self.microshards
-                    cut = array.reshape(self.microshards, rows, *array.shape[2:])
+                    rows = array.shape[0] * array.shape[1] // self.reduction_parts
+                    cut = array.reshape(self.reduction_parts, rows, *array.shape[2:])
                     return cut[first + index]
 
-                microshard = jax.tree.map(rows_of, batch)
-                return optimization_barrier(function, params, microshard, *others)
+                part_of_batch = jax.tree.map(rows_of, batch)
+                return optimization_barrier(function, params, part_of_batch, *others)
 
             if not is_shared_evenly:
-                return sum_of_rounds(part, self.microshards, axes, devices)
+                return sum_of_rounds(part, self.reduction_parts, axes, devices)
             return sum_over_devices(pairwise_sum(part, own), axes, devices)
 
         whole = PartitionSpec()

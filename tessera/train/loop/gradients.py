@@ -7,7 +7,7 @@ up, delay the reduction over mesh axes, or replace it:
 - plain: ``accumulate(microbatch)``
 - ``sync_every``: ``accumulate(reduce(accumulate(unreduced microbatch)))``
 - ``compression``: ``exchange(accumulate(unreduced microbatch))``
-- ``microshards``: ``fixed_order.summed(microshard)``
+- ``reduction_parts``: ``fixed_order.summed(part)``
 - a pipeline differentiates and accumulates all microbatches by itself.
 """
 

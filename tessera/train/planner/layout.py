@@ -54,7 +54,7 @@ class Layout:
     loss_chunk: int | str = "auto"
     schedule: str | None = None
     chunks: int = 1
-    gather: str = "tick"
+    gather: str = "microbatch"
     sequence_parallel: bool = False
 
     @property

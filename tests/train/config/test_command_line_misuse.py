@@ -167,6 +167,7 @@ def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
 
 
 def test_a_setting_that_was_replaced_says_by_which():
+    assert "training.reduction_parts" in message("training.microshards=8")
     said = message("training.validation_batches=8")
     assert said.startswith("[T501] there is no setting 'training.validation_batches'")
     assert "fix: write training.validation_sequences=<batches times" in said

@@ -80,7 +80,7 @@ def test_the_step_config_is_what_the_settings_say():
 
 def test_deterministic_numerics_compute_the_loss_in_one_piece():
     assert run_of(loss_chunk=8).step_config.loss_chunk == 8
-    run = run_of(loss_chunk=8, numerics="deterministic", microshards=4)
+    run = run_of(loss_chunk=8, numerics="deterministic", reduction_parts=4)
     assert run.step_config.loss_chunk == "none"
 
 

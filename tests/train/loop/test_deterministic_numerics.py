@@ -33,7 +33,7 @@ from tests.small_model import SMALL
 # one is compiled for all.
 CONFIG = dataclasses.replace(SMALL, num_layers=3, global_every=4)
 ROWS, LENGTH = 48, 16
-# Each axis alone, and others beside stages. Three do not divide the microshards.
+# Each axis alone, and others beside stages. Three do not divide the parts.
 MESHES = ["dp3", "fsdp4", "tp2", "cp4", "pp2", "pp2_dp2_fsdp2", "pp2_tp2"]
 
 
@@ -81,7 +81,7 @@ def without_stages(model: DecoderModel, tree: Any) -> Any:
 @cache
 def run(
     name: str,
-    microshards: int | None = 8,
+    reduction_parts: int | None = 8,
     microbatches: int = 2,
     **options: Any,
 ) -> dict[str, str]:
@@ -95,7 +95,7 @@ def run(
         learning_rate=rate,
         mesh=mesh,
         accumulation=microbatches,
-        microshards=microshards,
+        reduction_parts=reduction_parts,
         **options,
     )
     state = init_state(
@@ -130,7 +130,7 @@ def test_every_mesh_gives_the_same_bits(name):
     assert run(name) == run("dp1")
 
 
-def test_the_devices_of_every_axis_share_the_microshards():
+def test_the_devices_of_every_axis_share_the_reduction_parts():
     order = FixedOrder(mesh_of("pp2_fsdp2_tp2"), DecoderModel(CONFIG), {}, 8)
     assert order.axes == ("pp", "fsdp", "tp")
     assert order.of_rows(4).axes == ("pp", "fsdp")

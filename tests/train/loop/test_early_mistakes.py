@@ -26,7 +26,7 @@ MISTAKES = {
     "training.gradient_accumulation_steps=4 training.sync_gradients_every=3": "T503",
     "training.profile_wait=5": "T507",
     "training.pipeline_chunks=2": "T507",
-    "training.numerics=deterministic training.microshards=3": "T502",
+    "training.numerics=deterministic training.reduction_parts=3": "T502",
     "training.numerics=deterministic model.mesh_shape=[[9],[dp]]": "T507",
     "training.gradient_compression=int8": "T507",
     "training.micro_batch_size=1048576 training.sequence_length=16777216 "

@@ -119,7 +119,11 @@ TRAINING = settings_of().training
                 (((2, 2), ("dp", "tp")), 3, {}),
                 (((2, 2), ("pp", "fsdp")), 2, {"gradient_accumulation_steps": 4}),
                 (((2,), ("cp",)), 4, {}),
-                (((2,), ("fsdp",)), 2, {"numerics": "deterministic", "microshards": 2}),
+                (
+                    ((2,), ("fsdp",)),
+                    2,
+                    {"numerics": "deterministic", "reduction_parts": 2},
+                ),
             )
         ),
     ],

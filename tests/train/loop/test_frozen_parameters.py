@@ -44,7 +44,7 @@ WAYS: dict[str, Any] = {
     "deterministic": {
         "mesh": ((2,), ("dp",)),
         "numerics": "deterministic",
-        "microshards": 4,
+        "reduction_parts": 4,
     },
     "pipeline": {
         "mesh": ((2,), ("pp",)),

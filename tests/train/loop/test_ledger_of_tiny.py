@@ -104,7 +104,7 @@ def test_a_pipeline_sends_activations_and_cotangents_once_a_tick():
     ticks = MICROBATCHES + 2 * (STAGES - 1)
     assert axes == ("pp",)
     assert both_ways["collective-permute"] == F32 * ticks * 2 * ACTIVATION
-    # The embedding is stored split over the stages; both ends of the pipeline use it.
+    # The embedding is sharded over the stages; both ends of the pipeline use it.
     assert both_ways["all-gather"] == F32 * EMBEDDING
     # Whole layers are split over the stages, with all that belongs to them.
     sums = 1 + NORMS * (KERNEL_ARRAYS + SCALE_ARRAYS + 1)

@@ -55,22 +55,22 @@ def test_ways_to_compute_on_such_axes_are_refused(axes, model, training):
     assert "each device computes whole rows with all layers" in str(error)
 
 
-def test_every_device_has_a_microshard():
+def test_every_device_has_a_part():
     (error,) = check(settings((3, 3), ("dp", "tp")))
     assert str(error) == (
-        "[T507] deterministic numerics need a microshard for each device\n"
-        "  got: training.microshards=8 for 9 devices\n"
-        "  fix: use at most 8 devices, or more microshards\n"
+        "[T507] deterministic numerics need a part of the rows for each device\n"
+        "  got: training.reduction_parts=8 for 9 devices\n"
+        "  fix: use at most 8 devices, or more parts\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
 
 
-def test_microshards_divide_the_rows():
+def test_reduction_parts_divide_the_rows():
     (error,) = check(settings((2,), ("dp",), micro_batch_size=6))
     assert str(error) == (
-        "[T503] a step cannot be cut into its microshards\n"
-        "  got: 12 rows, training.microshards=8: 12 / 8 leaves 4\n"
-        "  fix: use a batch of 8 or 16 rows, or fewer microshards\n"
+        "[T503] a step cannot be cut into its parts\n"
+        "  got: 12 rows, training.reduction_parts=8: 12 / 8 leaves 4\n"
+        "  fix: use a batch of 8 or 16 rows, or fewer parts\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
@@ -82,25 +82,25 @@ def test_microshards_divide_the_rows():
         {"micro_batch_size": 2, "global_batch_size": 64},
     ],
 )
-def test_a_microshard_is_no_larger_than_a_microbatch_of_one_device(training):
+def test_a_part_is_no_larger_than_a_microbatch_of_one_device(training):
     (error,) = check(settings((2,), ("dp",), **training))
     assert str(error) == (
-        "[T503] a microshard is larger than a microbatch of one device\n"
-        "  got: 64 rows in training.microshards=8: 8 each, "
+        "[T503] a part of the rows is larger than a microbatch of one device\n"
+        "  got: 64 rows in training.reduction_parts=8: 8 each, "
         "training.micro_batch_size=2\n"
-        "  fix: use training.microshards=32 or training.micro_batch_size=8\n"
+        "  fix: use training.reduction_parts=32 or training.micro_batch_size=8\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T503.html"
     )
 
 
-def test_microshards_are_a_power_of_two():
-    (error,) = check(settings(microshards=6))
+def test_reduction_parts_are_a_power_of_two():
+    (error,) = check(settings(reduction_parts=6))
     assert error.code == "T502"
     assert "use a power of 2 from 1 to " in str(error)
 
 
-def test_microshards_mean_nothing_with_fast_numerics():
-    (error,) = check(settings(numerics="fast", microshards=4))
+def test_reduction_parts_mean_nothing_with_fast_numerics():
+    (error,) = check(settings(numerics="fast", reduction_parts=4))
     assert error.code == "T507"
 
 

@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "rematerialized": ({"remat": "full"}, 2e-3),
     "fused loss": ({"loss_chunk": 16}, 2e-3),
     "optimizer on the host": ({"offload_optimizer": True}, 2e-3),
-    "deterministic": ({"numerics": "deterministic", "microshards": 4}, 2e-3),
+    "deterministic": ({"numerics": "deterministic", "reduction_parts": 4}, 2e-3),
 }
 # Prints the losses of a run, on the CPU.
 ON_CPU = """
@@ -105,7 +105,7 @@ def test_a_run_goes_on_bit_for_bit(numerics, tmp_path):
     def losses_of(folder: str, *words: str) -> dict[int, float]:
         path = tmp_path / folder
         run = (*SHORT, f"training.numerics={numerics}", f"hydra.run.dir={path}")
-        run += ("training.microshards=2",) if numerics == "deterministic" else ()
+        run += ("training.reduction_parts=2",) if numerics == "deterministic" else ()
         words = (*run, "training.checkpoint_every=3", *words)
         assert run_from_command_line(train_command.run, configs_dir(), words) == 0
         lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())

@@ -98,7 +98,7 @@ def test_the_table_says_how_much_of_what_is_sent_is_unplanned(run, monkeypatch):
 
 @pytest.mark.full
 def test_gradients_in_a_fixed_order_are_whole_on_every_device():
-    run = run_of((2, 2), ("fsdp", "tp"), numerics="deterministic", microshards=4)
+    run = run_of((2, 2), ("fsdp", "tp"), numerics="deterministic", reduction_parts=4)
     held = dict(run_rows(run))["held per device"]
     whole = format_bytes(4 * run.model.num_params)
     assert f"gradients {whole}" in held

@@ -23,7 +23,7 @@ def legality(*words: str) -> Legality:
 INT8 = "training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"
 FSDP = Layout((("fsdp", 4),), 8, 1)
 FINE = (
-    *("training.numerics=deterministic", "training.microshards=16"),
+    *("training.numerics=deterministic", "training.reduction_parts=16"),
     "training.micro_batch_size=16",
 )
 PIPELINE = Layout((("pp", 2), ("fsdp", 2)), 2, 8, schedule="1f1b")
@@ -64,7 +64,7 @@ def test_a_layout_is_rejected_by_the_checks_of_a_run(layout, code):
         (
             ("training.numerics=deterministic",),
             replace(FSDP, mesh=(("fsdp", 4), ("tp", 4))),
-            "T507",  # 16 devices share 8 microshards
+            "T507",  # 16 devices share 8 parts
         ),
         (INT8, FSDP, "T507"),
         (

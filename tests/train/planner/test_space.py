@@ -78,9 +78,9 @@ def test_a_setting_of_the_command_line_stays():
 @pytest.mark.parametrize(
     ("mesh", "gathers"),
     [
-        ((("pp", 2), ("fsdp", 4)), {"tick", "step"}),
-        ((("pp", 2), ("dp", 4)), {"tick"}),
-        ((("fsdp", 8),), {"tick"}),
+        ((("pp", 2), ("fsdp", 4)), {"microbatch", "step"}),
+        ((("pp", 2), ("dp", 4)), {"microbatch"}),
+        ((("fsdp", 8),), {"microbatch"}),
     ],
 )
 def test_only_pipelines_with_fsdp_may_gather_once(mesh, gathers):
@@ -93,7 +93,7 @@ def test_only_pipelines_with_fsdp_may_gather_once(mesh, gathers):
         applied = layout.applied(space().config)
         assert Layout.of(applied).gather == layout.gather
     pinned = space(pinned=("training.pipeline_gather",)).layouts(mesh)
-    assert {layout.gather for layout in pinned} == {"tick"}
+    assert {layout.gather for layout in pinned} == {"microbatch"}
 
 
 def test_only_pipelines_have_schedules():
