@@ -178,22 +178,10 @@ class Restoration:
                 # One at a time: only one array is in memory twice.
                 arrays[name] = self._changed(arrays.pop(name), restore)
         if missing := self._targets.keys() - arrays.keys():
-            fresh = self._initial()
+            fresh = named_leaves(self.run.fresh_parts())
             arrays |= {name: fresh[name] for name in missing}
         treedef = jax.tree.structure(self.run.abstract_state)
         return jax.tree.unflatten(treedef, [arrays[name] for name in self._targets])
-
-    def _initial(self) -> dict[str, jax.Array]:
-        """The initial values of the optional parts of this run's state."""
-        # Copied: a step donates its state, but the run keeps its own.
-        scale = jax.tree.map(jnp.copy, self.run.loss_scale)
-        scale = jax.device_put(scale, NamedSharding(self.run.mesh.jax, PartitionSpec()))
-        residual = self.run.step_config.exchange.first_residual()
-        guard = self.run.step_config.spikes
-        spikes = guard.first_window(self.run.mesh) if guard else None
-        return named_leaves(
-            {"loss_scale": scale, "residual": residual, "spikes": spikes}
-        )
 
     def _changed(self, array: jax.Array, restore: ArrayRestore) -> jax.Array:
         split, out = self.run.model.split, restore.target.sharding

@@ -219,6 +219,18 @@ class Run:
         moved = jax.tree.map(optimizer_offload.placed_struct, shapes.optimizer, places)
         return replace(state, optimizer=moved)
 
+    def fresh_parts(self) -> dict[str, Any]:
+        """What a new state has beside parameters and moments, by field."""
+        # Copied: a step donates its state, but the run keeps its own.
+        scale = jax.tree.map(jnp.copy, self.loss_scale)
+        guard = self.step_config.spikes
+        whole = NamedSharding(self.mesh.jax, PartitionSpec())
+        return {
+            "loss_scale": jax.device_put(scale, whole),
+            "residual": self.step_config.exchange.first_residual(),
+            "spikes": guard.first_window(self.mesh) if guard else None,
+        }
+
     @property
     def abstract_batch(self) -> dict[str, Any]:
         """Shapes, dtypes and layouts of one step's batch."""

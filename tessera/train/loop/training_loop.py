@@ -288,16 +288,10 @@ class Trainer:
             run.step_config.optimizer,
             jax.random.key(run.config.training.seed),
             run.mesh,
-            loss_scale=run.loss_scale,
             zero_stage=run.step_config.zero_stage,
             offload_optimizer=run.step_config.offload_optimizer,
         )
-        guard = run.step_config.spikes
-        state = replace(
-            state,
-            residual=run.step_config.exchange.first_residual(),
-            spikes=guard.first_window(run.mesh) if guard else None,
-        )
+        state = replace(state, **run.fresh_parts())
         if (path := run.config.training.init_from) is not None:
             layouts = run.step_config.zero.params
             params = import_weights(
