@@ -71,7 +71,7 @@ class Space:
         splits_heads = sizes.get("tp", 1) > 1
         options = itertools.product(
             self._schedules(sizes),
-            self._choices("gather", GATHERS) if has_stages else ["tick"],
+            self._choices("gather", GATHERS) if has_stages else ["microbatch"],
             self._choices("sequence_parallel", [False, True] if splits_heads else []),
         )
         return [
