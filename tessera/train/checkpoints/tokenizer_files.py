@@ -13,12 +13,15 @@ from tessera.train.models.families.published import GENERATION_FILE
 # A tokenizer's own file, and what tokenizers of Hugging Face have beside it.
 _OWN: Final = ("tokenizer.json", "tokenizer.model")
 _BESIDE: Final = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     TOOL_TEMPLATE,
     GENERATION_FILE,
-    *("vocab.json", "merges.txt"),
+    "vocab.json",
+    "merges.txt",
 )
 
 

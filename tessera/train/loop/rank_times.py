@@ -194,22 +194,19 @@ def device_seconds(devices: Any) -> float:
 
 
 def _matmul_seconds(device: Any) -> float:
-    array, run = _array(device), _matmuls()
-    run(array).block_until_ready()
+    array = _array(device)
+    _matmuls(array).block_until_ready()
     seconds: list[float] = []
     for _ in range(_PROBES):
         begin = time.perf_counter()
-        run(array).block_until_ready()
+        _matmuls(array).block_until_ready()
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 
 
-@cache
-def _matmuls() -> Any:
-    def run(array: jax.Array) -> jax.Array:
-        return jnp.tanh(array @ array) @ array
-
-    return jax.jit(run)
+@jax.jit
+def _matmuls(array: jax.Array) -> jax.Array:
+    return jnp.tanh(array @ array) @ array
 
 
 @cache

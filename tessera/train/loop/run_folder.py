@@ -28,7 +28,9 @@ _NAMES: Final = (
     "train.log",
     _METRICS,
     "tensorboard",
-    *("profile", "config.yaml", "program.json"),
+    "profile",
+    "config.yaml",
+    "program.json",
 )
 # What stays where a run goes on in its folder, whose report is of all attempts.
 _KEPT: Final = ("events.jsonl", "report.html", CHECKPOINTS, TRACKER)

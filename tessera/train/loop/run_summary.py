@@ -49,7 +49,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
             f"{format_bytes(state.nbytes)}, {format_bytes(state.local_nbytes)} per "
             "device",
         ),
-        ("held per device", _held(run)),
+        ("stored per device", _stored(run)),
         *(("recomputed", text) for text in run.model.remat_notes()),
         ("batch", f"{rows:,} sequences of {tokens}"),
         (
@@ -78,7 +78,7 @@ def _parameters(model: Model) -> str:
     return text + (f", {trained:,} of them trained" if model.frozen else "")
 
 
-def _held(run: Run) -> str:
+def _stored(run: Run) -> str:
     """What of the state and of the gradients one device holds.
 
     Gradients in a fixed order of sums are whole on every device.
@@ -92,7 +92,7 @@ def _held(run: Run) -> str:
     if "gradients" in held and run.step_config.fixed_order is not None:
         held["gradients"] = inspect(trees["gradients"]).nbytes
     text = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
-    return text + " on the host" * run.step_config.offload_optimizer
+    return f"{text} on the host" if run.step_config.offload_optimizer else text
 
 
 def dry_run(run: Run, notes: Sequence[str]) -> None:

@@ -249,8 +249,8 @@ class Trainer:
                 self._save(checkpoints)
             checkpoints.wait()
             left = f": {checkpoints.describe_last()}; training.resume goes on from it"
-        # The first process alone knows what is complete.
-        left *= jax.process_index() == 0
+        if jax.process_index():  # the first process alone knows what is complete
+            left = ""
         steps = self.run.config.training.steps
         log.warning("the run is stopped after step %d of %d%s", at.step, steps, left)
 

@@ -14,8 +14,15 @@ from tessera.train.records.events import Event
 
 CAUSES: Final = (
     "step",
-    *("repeated_steps", "start", "compile", "data", "checkpoint", "evaluation"),
-    *("restart", "waiting_for_ranks", "other"),
+    "repeated_steps",
+    "start",
+    "compile",
+    "data",
+    "checkpoint",
+    "evaluation",
+    "restart",
+    "waiting_for_ranks",
+    "other",
 )
 """What the time of a run went into; ``step`` alone is goodput."""
 

@@ -33,8 +33,14 @@ _EXPORTED: Final = "RANK", "WORLD_SIZE", "MASTER_ADDR"
 _THIS_MACHINE: Final = "unset RANK and WORLD_SIZE, for a run on this machine"
 # What launchers set for the processes that they start, or in a job.
 _OF_LAUNCHERS: Final = (
-    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"),
-    *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX"),
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_JOB_ID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "JOB_COMPLETION_INDEX",
 )
 
 

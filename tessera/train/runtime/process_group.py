@@ -231,8 +231,13 @@ def joined(
                 watchdog.enter("startup")
                 attempt = launcher.attempt if launcher else 0
                 yield Processes(
-                    *(cluster, timeouts, watchdog, shared, attempt),
-                    *(launcher is not None, stop_requests),
+                    cluster,
+                    timeouts,
+                    watchdog,
+                    shared,
+                    attempt,
+                    is_launched=launcher is not None,
+                    stop_requests=stop_requests,
                 )
             if stop_requests is not None:
                 stop_requests.mark_saved()
@@ -305,7 +310,7 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
     threads = os.environ.get("PJRT_NPROC", "")
     if not threads.isdecimal() or int(threads) < _CPU_THREADS:
         os.environ["PJRT_NPROC"] = str(_CPU_THREADS)
-    num_devices = len(find_accelerators(os.environ)) * (platform != "cpu")
+    accelerators = [] if platform == "cpu" else find_accelerators(os.environ)
     if own := address_towards(cluster.coordinator):
         processes.listen_on(own)
     # JAX would listen on all interfaces, unless this variable names one.
@@ -318,7 +323,7 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
         cluster.world_size,
         cluster.rank,
         local_device_ids=assign_devices(
-            cluster.local_rank, cluster.local_size, num_devices
+            cluster.local_rank, cluster.local_size, len(accelerators)
         ),
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(timeouts.rendezvous), 1),

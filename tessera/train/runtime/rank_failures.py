@@ -58,7 +58,7 @@ class Failure:
             # It ended because another rank did, which may be seen later.
             return self.ended_at + _HEAD_START
         crashed = self.returncode < 0 and -self.returncode not in _CONSEQUENCES
-        return self.ended_at - _HEAD_START * crashed
+        return self.ended_at - (_HEAD_START if crashed else 0.0)
 
     def __str__(self) -> str:
         phase = f" in phase {self.phase!r}" if self.phase else ""

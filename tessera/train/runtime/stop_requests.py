@@ -268,7 +268,7 @@ class StopRequests:
         assert self._requested is not None
         self._put(_GONE, "gone")
         # The coordinator ends with rank 0, and JAX then aborts the ranks that are left.
-        until = time.monotonic() + _COORDINATOR_WAIT * (self._rank == 0)
+        until = time.monotonic() + (0.0 if self._rank else _COORDINATOR_WAIT)
         while time.monotonic() < until and 0 < len(self._texts(_GONE)) < self._count:
             time.sleep(_TICK)
         text = f"{self._cause or self._requested.name}: {reason}\n"

@@ -182,8 +182,8 @@ def test_it_needs_neither_steps_nor_a_compiled_step(weights, tmp_path):
     assert "sample" not in ran.seen
     rows = dict(run_rows(ran.run))
     assert rows["batch"] == "4 sequences of 16 tokens"
-    assert rows["held per device"].startswith("parameters ")
-    assert rows["held per device"].count(",") == 0
+    assert rows["stored per device"].startswith("parameters ")
+    assert rows["stored per device"].count(",") == 0
     assert rows["sent per batch"] == "nothing: one device"
     assert dry_run_text(ran.run).startswith("memory per device, compiled for cpu\n")
 

@@ -62,7 +62,7 @@ def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
         *(("layout", note) for note in run.model.layout_notes(run.mesh)),
         ("state", rows[5][1]),
         (
-            "held per device",
+            "stored per device",
             "parameters 7.75 KiB, gradients 7.75 KiB, optimizer 15.5 KiB",
         ),
         ("recomputed", "named in 2 of 2 layers"),
@@ -99,7 +99,7 @@ def test_the_table_says_how_much_of_what_is_sent_is_unplanned(run, monkeypatch):
 @pytest.mark.full
 def test_gradients_in_a_fixed_order_are_whole_on_every_device():
     run = run_of((2, 2), ("fsdp", "tp"), numerics="deterministic", reduction_parts=4)
-    held = dict(run_rows(run))["held per device"]
+    held = dict(run_rows(run))["stored per device"]
     whole = format_bytes(4 * run.model.num_params)
     assert f"gradients {whole}" in held
     assert f"parameters {whole}" not in held
@@ -168,7 +168,7 @@ def test_memory_settings_are_shown_with_what_they_do():
     run = run_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)
     rows = dict(run_rows(run))
     whole = 4 * run.model.num_params
-    assert rows["held per device"] == (
+    assert rows["stored per device"] == (
         f"parameters {format_bytes(whole)}, gradients {format_bytes(whole / 2)}, "
         f"optimizer {format_bytes(whole + 8)} on the host"
     )
