@@ -17,7 +17,7 @@ from tessera.errors import (
 )
 from tessera.train.config.setting_fields import (
     MOST_COUNT,
-    Rule,
+    Conflict,
     as_f32,
     broken,
     problems_of,
@@ -142,8 +142,8 @@ OPTIMIZERS: Final[Mapping[str, type[OptimizerConfig]]] = MappingProxyType(
 
 
 _UNREAD: Final = (
-    Rule("momentum=0.0", "nesterov"),
-    Rule("schedule=constant", "final_fraction!=0.1|1.0"),
+    Conflict("momentum=0.0", "nesterov"),
+    Conflict("schedule=constant", "final_fraction!=0.1|1.0"),
 )
 
 

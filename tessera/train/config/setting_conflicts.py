@@ -25,68 +25,68 @@ from tessera.train.config.config import (
     TrainingConfig,
     data_parallel_groups,
 )
-from tessera.train.config.setting_fields import Rule, as_yaml, broken
+from tessera.train.config.setting_fields import Conflict, as_yaml, broken
 from tessera.train.loop.precision import Precision
 
 Sizes: TypeAlias = Mapping[str, int]
 
 # What contradicts another setting.
 EXCLUDED: Final = (
-    Rule("training.dry_run=false", "runtime.target", ": nothing runs on a target"),
-    Rule(
+    Conflict("training.dry_run=false", "runtime.target", ": nothing runs on a target"),
+    Conflict(
         "training.resume!=none|auto",
         "training.init_from",
         ", which says what the run begins with, too",
     ),
-    Rule(
+    Conflict(
         "training.global_batch_size",
         "training.gradient_accumulation_steps",
         ", which says how many microbatches a step has, too",
     ),
-    Rule(
+    Conflict(
         "training.zero_stage=2|3",
         "training.sync_gradients_every training.gradient_compression",
         " splits gradients over dp, which have to be whole on each device for this",
     ),
-    Rule(
+    Conflict(
         "training.sync_gradients_every",
         "training.gradient_compression",
         ", while compressed gradients cross dp once in a step",
     ),
-    Rule(
+    Conflict(
         "training.resume=none training.init_from=null",
         "training.eval_only",
         ": no parameters were trained, so there is nothing to evaluate",
     ),
-    Rule(
+    Conflict(
         "training.resume=auto",
         "training.eval_only",
         ": its own folder has no checkpoints, so there is nothing to evaluate",
     ),
-    Rule(
+    Conflict(
         "data.validation_fraction=0.0",
         "training.eval_only",
         ": there is nothing to evaluate",
     ),
-    Rule(
+    Conflict(
         "training.eval_only=true",
         "training.profile_communication training.on_spike=rollback "
         "runtime.verify_every",
         " takes no steps",
     ),
-    Rule(
+    Conflict(
         "training.checkpoint_every=null",
         "training.on_spike=rollback runtime.verify_every",
         ": there are no checkpoints to go back to",
     ),
-    Rule(
+    Conflict(
         "training.numerics=deterministic",
         "training.gradient_compression training.sync_gradients_every "
         "training.loss_chunk!=auto|none optimizer.name=adafactor "
         "optimizer.scale_learning_rate",
         ": these make other sums on another mesh",
     ),
-    Rule(
+    Conflict(
         "training.numerics=deterministic",
         "training.pipeline_schedule training.pipeline_gather "
         "model.sequence_parallel model.context_parallel",
@@ -95,22 +95,24 @@ EXCLUDED: Final = (
 )
 # What a feature would read that is off.
 UNREAD: Final = (
-    Rule("runtime.target=null", "runtime.target_compiler runtime.timeline_dir"),
-    Rule(
+    Conflict("runtime.target=null", "runtime.target_compiler runtime.timeline_dir"),
+    Conflict(
         "training.profile_communication=false",
         "training.profile_wait training.profile_warmup training.profile_active",
     ),
-    Rule("training.checkpoint_every=null", "training.keep"),
-    Rule("training.resume=none", "training.resume_data"),
-    Rule(
+    Conflict("training.checkpoint_every=null", "training.keep"),
+    Conflict("training.resume=none", "training.resume_data"),
+    Conflict(
         "data.validation_fraction=0.0",
         "training.validate_every training.validation_sequences",
     ),
-    Rule("training.sample_length=0", "training.sample_prompt"),
-    Rule("data.name=synthetic", "training.sample_prompt", ", which is no text"),
-    Rule("training.on_spike=none", "training.spike_threshold training.spike_window"),
-    Rule("training.gradient_compression!=top_k", "training.compression_ratio"),
-    Rule("training.numerics=fast", "training.reduction_parts"),
+    Conflict("training.sample_length=0", "training.sample_prompt"),
+    Conflict("data.name=synthetic", "training.sample_prompt", ", which is no text"),
+    Conflict(
+        "training.on_spike=none", "training.spike_threshold training.spike_window"
+    ),
+    Conflict("training.gradient_compression!=top_k", "training.compression_ratio"),
+    Conflict("training.numerics=fast", "training.reduction_parts"),
 )
 # What axes would read that a mesh does not have.
 OF_AXES: Final = {
@@ -134,11 +136,11 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
     yield from broken([*UNREAD, *_unread(config, sizes)], config)
 
 
-def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
+def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:
     """What values exclude that follow from others."""
     training = config.training
     if training.profile_wait + training.profile_warmup >= training.steps:
-        yield Rule(
+        yield Conflict(
             f"{training.profile_wait=} {training.profile_warmup=} {training.steps=}",
             "training.profile_communication",
             ": the run ends before the steps that are profiled",
@@ -146,10 +148,10 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
     coupling = config.model.kind.row_coupling(config.model.config)
     if coupling is not None:
         gather = " training.pipeline_gather" if "pp" in sizes else ""
-        yield Rule("", "training.numerics" + gather, coupling)
+        yield Conflict("", "training.numerics" + gather, coupling)
     f32 = "training.mixed_precision" * _precision(training).reduces_narrow
     if f32:
-        yield Rule(
+        yield Conflict(
             "training.mixed_precision",
             "training.numerics training.gradient_compression "
             "training.sync_gradients_every",
@@ -157,29 +159,29 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Rule]:
         )
     if "pp" not in sizes:
         return
-    yield Rule(
+    yield Conflict(
         _mesh(config),
         f"training.sync_gradients_every training.gradient_compression {f32}",
         ", and the stages of pp add up gradients in f32 where they arise",
     )
-    yield Rule(
+    yield Conflict(
         "training.pipeline_chunks=1",
         "training.pipeline_schedule=interleaved",
         ", and the schedule needs 2 or more",
     )
-    yield Rule(
+    yield Conflict(
         "training.pipeline_schedule!=interleaved",
         "training.pipeline_chunks!=0|1",
         ", which has one chunk",
     )
 
 
-def _unread(config: Config, sizes: Sizes | None) -> Iterator[Rule]:
+def _unread(config: Config, sizes: Sizes | None) -> Iterator[Conflict]:
     """What the model, the dtypes and the mesh of a run leave unread."""
     for settings, reason in config.model.kind.unused_settings(config.model.config):
-        yield Rule(reason, settings)
+        yield Conflict(reason, settings)
     if _precision(config.training).computation == "float16":
-        yield Rule(
+        yield Conflict(
             "training.mixed_precision training.on_spike!=skip",
             "training.max_skipped_steps",
             ": the bound is the smallest loss scale",
@@ -187,9 +189,9 @@ def _unread(config: Config, sizes: Sizes | None) -> Iterator[Rule]:
     axes = MESH_AXES if sizes is None else sizes
     for axis, settings in OF_AXES.items():
         if axis not in axes:
-            yield Rule(_mesh(config), settings, f" has no axis {axis}")
+            yield Conflict(_mesh(config), settings, f" has no axis {axis}")
     if "pp" in axes and "fsdp" not in axes:
-        yield Rule(_mesh(config), "training.pipeline_gather", " has no axis fsdp")
+        yield Conflict(_mesh(config), "training.pipeline_gather", " has no axis fsdp")
 
 
 def _mesh(config: Config) -> str:

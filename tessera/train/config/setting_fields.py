@@ -86,7 +86,7 @@ def problems_of(config: Any, group: str) -> list[TesseraError]:
     return errors
 
 
-class Rule(NamedTuple):
+class Conflict(NamedTuple):
     """A row of a table of settings that others exclude, or that nothing reads.
 
     A condition is ``name=value``, ``name!=value``, or ``name`` alone, which holds where
@@ -104,7 +104,7 @@ class Rule(NamedTuple):
 
 
 def broken(
-    rules: Iterable[Rule],
+    rules: Iterable[Conflict],
     config: Any,
     group: str = "",
     what: str = "has no effect in this run",
@@ -123,7 +123,7 @@ def broken(
       ...     is_on: bool = setting(False)
       ...     celsius: int = setting(180)
       >>> oven = Oven(celsius=200)
-      >>> [e.got for e in broken([Rule("is_on=false", "celsius")], oven, "oven")]
+      >>> [e.got for e in broken([Conflict("is_on=false", "celsius")], oven, "oven")]
       ['oven.celsius=200; oven.is_on=false']
     """
 
@@ -148,7 +148,7 @@ def broken(
 
 
 def _holds(config: Any, condition: str) -> bool:
-    """Whether a condition of a ``Rule`` holds."""
+    """Whether a condition of a ``Conflict`` holds."""
     name, equals, values = condition.partition("=")
     value, default = find(config, name.removesuffix("!"))
     if not equals:

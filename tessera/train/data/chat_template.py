@@ -19,7 +19,7 @@ from tessera.train.data.extras import import_extra
 Message = Mapping[str, Any]
 
 
-class Answer(NamedTuple):
+class AnswerRange(NamedTuple):
     """The characters of an answer, [begin, end), and whether it is to be learned."""
 
     begin: int
@@ -111,7 +111,9 @@ class ChatTemplate:
         """
         return self._render(conversation, add_generation_prompt, "", "")
 
-    def render_answers(self, conversation: Conversation) -> tuple[str, list[Answer]]:
+    def render_answers(
+        self, conversation: Conversation
+    ) -> tuple[str, list[AnswerRange]]:
         """The text of a conversation, and where the assistant's answers are in it.
 
         Raises:
@@ -125,7 +127,7 @@ class ChatTemplate:
             raise ConversationError("it has no answer of the role 'assistant'")
         return text, answers
 
-    def _marked(self, conversation: Conversation, text: str) -> Iterator[Answer]:
+    def _marked(self, conversation: Conversation, text: str) -> Iterator[AnswerRange]:
         parts = self._blocks(conversation)
         # A filter may have seen a mark, or a message may have one.
         if "".join(parts) != text or len(re.findall(f"[{_BEGIN}{_END}]", text)):
@@ -136,7 +138,7 @@ class ChatTemplate:
             begin, end = end, end + len(part)
             if number % 2:
                 message = conversation.messages[numbers[number // 2]]
-                yield Answer(begin, end, not is_unlearned(message))
+                yield AnswerRange(begin, end, not is_unlearned(message))
 
     def _blocks(self, conversation: Conversation) -> list[str]:
         """The text outside and inside of generation blocks, in turns."""
@@ -161,7 +163,7 @@ class ChatTemplate:
             )
         return numbers
 
-    def _added(self, conversation: Conversation, text: str) -> Iterator[Answer]:
+    def _added(self, conversation: Conversation, text: str) -> Iterator[AnswerRange]:
         messages = conversation.messages
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -176,7 +178,7 @@ class ChatTemplate:
                         "mark it by {% generation %} in the template"
                     )
                 is_learned = not is_unlearned(message)
-                yield Answer(len(prompt), len(answered), is_learned)
+                yield AnswerRange(len(prompt), len(answered), is_learned)
 
     def _render(
         self, conversation: Conversation, prompt: bool, begin: str, end: str

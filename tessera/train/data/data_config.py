@@ -12,7 +12,7 @@ from typing import Final
 from tessera.errors import SettingValueError
 from tessera.train.config.setting_fields import (
     MOST_COUNT,
-    Rule,
+    Conflict,
     broken,
     problems_of,
     raise_all,
@@ -112,16 +112,16 @@ class DataConfig:
 
 # Settings that a source does not read, and then those that files do not.
 _UNREAD: Final = (
-    Rule("name!=text", "path format text_key messages_key loss_on"),
-    Rule("name!=text|mixture", "max_bad_records"),
-    Rule("name=synthetic", "tokenizer num_workers cache_dir"),
-    Rule("name!=mixture", "sources"),
-    Rule("name!=synthetic", "synthetic"),
+    Conflict("name!=text", "path format text_key messages_key loss_on"),
+    Conflict("name!=text|mixture", "max_bad_records"),
+    Conflict("name=synthetic", "tokenizer num_workers cache_dir"),
+    Conflict("name!=mixture", "sources"),
+    Conflict("name!=synthetic", "synthetic"),
 )
 _UNREAD_BY_FILES: Final = (
-    Rule("format=text", "text_key messages_key"),
-    Rule("messages_key", "text_key"),
-    Rule("messages_key=''", "loss_on"),
+    Conflict("format=text", "text_key messages_key"),
+    Conflict("messages_key", "text_key"),
+    Conflict("messages_key=''", "loss_on"),
 )
 
 

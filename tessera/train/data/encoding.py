@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tessera.errors import EmptyDataError, TokenizerError, TokenRangeError
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.chat_template import (
-    Answer,
+    AnswerRange,
     Conversation,
     ConversationError,
     is_unlearned,
@@ -224,7 +224,7 @@ def chat_template_of(
 
 
 def _overlapping(
-    characters: npt.NDArray[np.int64], answers: Sequence[Answer]
+    characters: npt.NDArray[np.int64], answers: Sequence[AnswerRange]
 ) -> npt.NDArray[np.bool_]:
     """Which tokens have characters of answers, [tokens]; empty ones between too."""
     mask = np.zeros(len(characters), bool)

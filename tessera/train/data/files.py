@@ -26,7 +26,7 @@ from tessera.errors import (
 from tessera.errors.untrusted_text import parse_json
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.records import not_text
-from tessera.train.data.tables import ARROW, PARQUET, TABLES
+from tessera.train.data.table_files import ARROW, PARQUET, TABLES
 from tessera.train.data.units import (
     COMPRESSIONS,
     JSON_LINES,

@@ -89,7 +89,7 @@ class Shard(Protocol):
         """Changes with the content of the arrays."""
         ...
 
-    def read(self, begin: int, end: int) -> "Window":
+    def read(self, begin: int, end: int) -> "TokenSlice":
         """The tokens from index ``begin`` to ``end``.
 
         Raises:
@@ -125,15 +125,15 @@ class MemoryShard:
         """Changes with the content of the arrays."""
         return repr(sorted(self.content.checksums.items()))
 
-    def read(self, begin: int, end: int) -> "Window":
+    def read(self, begin: int, end: int) -> "TokenSlice":
         """The tokens from index ``begin`` to ``end``."""
         tokens, starts, bits = self.content
         if bits is not None:
             bits = bits[begin // 8 : -(-end // 8)]
-        return Window.of(tokens[begin:end], starts, bits, begin)
+        return TokenSlice.of(tokens[begin:end], starts, bits, begin)
 
 
-class Window(NamedTuple):
+class TokenSlice(NamedTuple):
     """A range of a stream or of a shard.
 
     Attributes:
@@ -198,7 +198,7 @@ class TokenStream:
         parts = [repr(self.is_separated), *(shard.fingerprint for shard in self.shards)]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
-    def read(self, begin: int, end: int) -> Window:
+    def read(self, begin: int, end: int) -> TokenSlice:
         """The tokens from index ``begin`` to ``end``, or to the end of the stream.
 
         Raises:
@@ -221,7 +221,7 @@ class TokenStream:
                 if loss_mask is None:
                     loss_mask = np.ones(tokens.size, bool)
                 loss_mask[here] = part.loss_mask
-        return Window(tokens, np.concatenate(starts), loss_mask)
+        return TokenSlice(tokens, np.concatenate(starts), loss_mask)
 
 
 class ShardBuilder:

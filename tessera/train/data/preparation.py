@@ -14,8 +14,6 @@ import dataclasses
 import hashlib
 import logging
 import os
-import pickle
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,15 +29,20 @@ from tessera.train.data.encoding import Encoder
 from tessera.train.data.records import read_records
 from tessera.train.data.shards import (
     FORMAT,
-    Block,
     BlockWriter,
+    StoredBlock,
     new_block,
     read_block,
 )
+from tessera.train.data.table_files import TABLES
 from tessera.train.data.tokenization import tokenizer_files
 from tessera.train.data.units import Unit
+from tessera.train.data.worker_process import (
+    READER_BYTES,
+    WorkerDiedError,
+    WorkerProcess,
+)
 from tessera.train.files.file_locks import lock
-from tessera.train.runtime.python_process import module_command
 
 _log: Final = logging.getLogger("tessera")
 
@@ -97,7 +100,7 @@ def prepare(
     sides: Sequence[Sequence[Unit]],
     encoder: Encoder,
     vocab_size: int,
-) -> tuple[list[list[Block]], BadRecords]:
+) -> tuple[list[list[StoredBlock]], BadRecords]:
     """The tokens of some units, made now or by an earlier run.
 
     Args:
@@ -189,7 +192,9 @@ def _make_missing(job: Job, folder: Path) -> None:
     _log.info(
         "making the tokens of %d blocks of text, %d at a time", len(missing), count
     )
-    if count == 1:
+    # Tables are decompressed in a process that may take no more than some memory.
+    has_tables = any(unit.format in TABLES for task in missing for unit in task.units)
+    if count == 1 and not has_tables:
         make_blocks(job)
     else:
         _run_workers(job, count)
@@ -288,69 +293,33 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _run_workers(job: Job, count: int) -> None:
-    """Make blocks in processes of their own; they end when this one does.
+    """Make blocks in processes of their own.
 
     Raises:
+      TokenCacheError: [T608] a process was killed, or takes too much memory.
       TesseraError: As ``make_blocks`` would raise it in one process.
     """
-    # Not multiprocessing, which would run an unguarded main module again.
-    workers = [
-        subprocess.Popen(
-            module_command("tessera.train.data.preparation_worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-        for _ in range(count)
-    ]
-    content = pickle.dumps(job)
-    error = None
-    with ThreadPoolExecutor(count) as threads:
-        results = [threads.submit(_result, worker, content) for worker in workers]
-        try:
-            error = next(
-                filter(None, (r.result() for r in as_completed(results))), None
-            )
-        finally:
-            for worker in workers:
-                worker.kill()
-    if error is not None:
-        # An earlier text may have an error too, which another worker had not reached.
-        missing = [task for task in job.tasks if not task.folder.exists()]
-        make_blocks(dataclasses.replace(job, tasks=missing[:count]))
-        raise error
-
-
-def _result(worker: "subprocess.Popen[bytes]", content: bytes) -> TesseraError | None:
-    """Wait for a worker; its error, if the data have one.
-
-    Raises:
-      TokenCacheError: [T608] the worker was killed.
-    """
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    answer = b""
-    # The worker ends when its input is closed. Nobody reads that of a dead one.
-    with contextlib.suppress(BrokenPipeError), worker.stdin as stdin:
-        stdin.write(content)
-        stdin.flush()
-        answer = worker.stdout.read()
-    worker.stdout.close()
-    code = worker.wait()
-    if not answer:
+    workers = [WorkerProcess(READER_BYTES) for _ in range(count)]
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            results = [threads.submit(one.call, make_blocks, job) for one in workers]
+            try:
+                for result in as_completed(results):
+                    result.result()
+            finally:
+                for worker in workers:
+                    worker.process.kill()
+    except (WorkerDiedError, MemoryError) as error:
         raise TokenCacheError(
             "a process that makes tokens has died",
-            got=f"exit code {code}; the blocks that were made are kept",
+            got=f"{error or 'it takes more memory than it may'}; the blocks that were "
+            "made are kept",
             fix="start again to make the others; if memory ran out, with fewer "
             "processes: data.num_workers=1",
-        )
-    if (error := pickle.loads(answer)) is None:
-        return None
-    cls, what, got, fix = error
-    return cls(what, got=got, fix=fix)
-
-
-def describe_error(error: TesseraError | None) -> bytes:
-    """What a worker answers: its error, or None, pickled."""
-    parts = error and (type(error), error.what, error.got, error.fix)
-    return pickle.dumps(parts)
+        ) from error
+    except TesseraError:
+        # An earlier text may have an error too, which another worker had not reached.
+        missing = [task for task in job.tasks if not task.folder.exists()]
+        if count > 1:
+            _run_workers(dataclasses.replace(job, tasks=missing[:count]), 1)
+        raise

@@ -27,7 +27,7 @@ from tessera.train.data.record_values import (
     text_value,
     unused_keys,
 )
-from tessera.train.data.tables import TOO_LONG, column_names, read_columns
+from tessera.train.data.table_files import TOO_LONG, column_names, read_columns
 from tessera.train.data.units import (
     JSON_LINES,
     MOST_TEXT_BYTES,

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.errors import TokenCacheError
-from tessera.train.data.packing import ShardBuilder, Window, checksum
+from tessera.train.data.packing import ShardBuilder, TokenSlice, checksum
 from tessera.train.data.tokenization import Ids
 
 FORMAT: Final = 2
@@ -69,7 +69,7 @@ class StoredShard:
         """Changes with the content of the arrays."""
         return repr(sorted((name, value) for name, (_, value) in self.files.items()))
 
-    def read(self, begin: int, end: int) -> Window:
+    def read(self, begin: int, end: int) -> TokenSlice:
         """The tokens from index ``begin`` to ``end``.
 
         Raises:
@@ -82,7 +82,7 @@ class StoredShard:
             self._verified.append(True)
         tokens, starts, mask = _opened(self)
         bits = None if mask is None else mask.read(begin // 8, -(-end // 8))
-        return Window.of(tokens.read(begin, end), starts, bits, begin)
+        return TokenSlice.of(tokens.read(begin, end), starts, bits, begin)
 
     def path(self, name: str) -> Path:
         """The file of one of the arrays."""
@@ -144,7 +144,7 @@ def _opened(shard: StoredShard) -> tuple[_FileArray, Any, _FileArray | None]:
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """The shards of some consecutive units, and what was left out of them.
 
     Attributes:
@@ -156,7 +156,7 @@ class Block:
     bad_records: dict[str, Any]
 
 
-def read_block(folder: Path) -> Block:
+def read_block(folder: Path) -> StoredBlock:
     """The shards in a folder, whose files are opened when they are first read.
 
     Raises:
@@ -174,7 +174,7 @@ def read_block(folder: Path) -> Block:
     ]
     for shard in shards:
         shard.check_sizes()
-    return Block(shards, stored["bad_records"])
+    return StoredBlock(shards, stored["bad_records"])
 
 
 class BlockWriter:

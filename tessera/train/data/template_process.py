@@ -3,30 +3,31 @@
 
 A template is a program that comes with a tokenizer. Jinja's sandbox keeps it from files
 and from Python, but not from endless loops and huge strings, some of which a single
-operation makes. So the kernel ends the process of a template that takes too long, and
-gives it no more memory.
+operation makes.
 """
 
-import json
-import pickle
 import signal
-import subprocess
-import weakref
 from collections.abc import Iterator, Mapping
-from threading import Lock
+from functools import cache
 from typing import Any, Final
 
 from tessera.errors import TokenizerError
 from tessera.train.data.chat_template import (
-    Answer,
+    AnswerRange,
+    ChatTemplate,
     Conversation,
     ConversationError,
     unread,
 )
-from tessera.train.data.template_worker import CPU_SECONDS, FIX
-from tessera.train.runtime.python_process import module_command
+from tessera.train.data.worker_process import WorkerDiedError, WorkerProcess
 
-_WORKER: Final = "tessera.train.data.template_worker"
+# For one conversation. Those that people train on take milliseconds and a few MiB.
+_CPU_SECONDS: Final = 5.0
+_MEMORY_BYTES: Final = 512 * 2**20
+_LONGEST_TEXT: Final = 2**25
+_FIX: Final = (
+    "correct chat_template.jinja or tokenizer_config.json, or use another tokenizer"
+)
 
 
 class TemplateProcess:
@@ -41,15 +42,9 @@ class TemplateProcess:
         self, source: str, special_tokens: Mapping[str, str], tool_source: str = ""
     ) -> None:
         self._source = f"{source}\n{tool_source}"
-        self._lock = Lock()
-        self._process = subprocess.Popen(
-            module_command(_WORKER),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-        weakref.finalize(self, _end, self._process)
-        self._ask(source, dict(special_tokens), tool_source)
+        self._template = source, tuple(special_tokens.items()), tool_source
+        self._worker = WorkerProcess(_MEMORY_BYTES, _CPU_SECONDS)
+        self._call(_check, *self._template)
 
     def render(
         self, conversation: Conversation, *, add_generation_prompt: bool = False
@@ -61,43 +56,39 @@ class TemplateProcess:
           TokenizerError: [T605] the template takes too much time or memory, or writes
             too much.
         """
-        return self._ask("render", _plain(conversation), add_generation_prompt)
+        plain = _plain(conversation)
+        return self._call(_render, self._template, plain, add_generation_prompt)
 
-    def render_answers(self, conversation: Conversation) -> tuple[str, list[Answer]]:
+    def render_answers(
+        self, conversation: Conversation
+    ) -> tuple[str, list[AnswerRange]]:
         """The text of a conversation, and where the assistant's answers are in it.
 
         Raises:
           ConversationError: As ``ChatTemplate.render_answers``.
           TokenizerError: [T605] as ``render``.
         """
-        text, answers = self._ask("render_answers", _plain(conversation))
-        return text, [Answer(*answer) for answer in answers]
+        plain = _plain(conversation)
+        text, answers = self._call(_render_answers, self._template, plain)
+        return text, [AnswerRange(*answer) for answer in answers]
 
     def unread(self, conversation: Conversation) -> Iterator[str]:
         """What the template never names, and so leaves out of the text."""
         return unread(self._source, conversation)
 
-    def _ask(self, *request: Any) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        content = pickle.dumps(request)
-        with self._lock:
-            try:
-                stdin.write(content)
-                stdin.flush()
-                answer = stdout.readline()
-            except BrokenPipeError:
-                answer = b""
-        if not answer.endswith(b"\n"):
-            raise _died(self._process.wait())
-        # JSON and no pickle: a template that leaves its sandbox gains nothing.
-        kind, value = json.loads(answer.decode("utf-8", "surrogatepass"))
-        if kind == "conversation":
-            raise ConversationError(value)
-        if kind == "tokenizer":
-            what, got, fix = value
-            raise TokenizerError(what, got=got, fix=fix)
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        try:
+            value, refusal = self._worker.call(_refusals, function, *arguments)
+        except MemoryError as error:
+            raise TokenizerError(
+                "the tokenizer's chat template takes too much memory",
+                got=f"more than {_MEMORY_BYTES // 2**20} MiB for one conversation",
+                fix=_FIX,
+            ) from error
+        except WorkerDiedError as error:
+            raise _died(error.exit_code) from error
+        if refusal:
+            raise ConversationError(refusal)
         return value
 
 
@@ -111,16 +102,55 @@ def _died(code: int) -> TokenizerError:
     if code == -signal.SIGPROF:
         return TokenizerError(
             "the tokenizer's chat template takes too long",
-            got=f"more than {CPU_SECONDS:g} s for one conversation",
-            fix=FIX,
+            got=f"more than {_CPU_SECONDS:g} s for one conversation",
+            fix=_FIX,
         )
     return TokenizerError(
         "the tokenizer's chat template has ended the process that runs it",
         got=f"exit code {code}",
-        fix=FIX,
+        fix=_FIX,
     )
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.communicate()
+# --- in the other process
+
+
+def _refusals(function: Any, *arguments: Any) -> tuple[Any, str]:
+    """What a function returns, or why the template does not accept a conversation."""
+    try:
+        return function(*arguments), ""
+    except ConversationError as error:
+        return None, str(error)
+
+
+@cache
+def _compiled(
+    source: str, special_tokens: tuple[tuple[str, str], ...], tool_source: str
+) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens), tool_source)
+
+
+def _check(*template: Any) -> None:
+    _compiled(*template)
+
+
+def _render(template: Any, conversation: Conversation, prompt: bool) -> str:
+    made = _compiled(*template)
+    return _checked(made.render(conversation, add_generation_prompt=prompt))
+
+
+def _render_answers(
+    template: Any, conversation: Conversation
+) -> tuple[str, list[AnswerRange]]:
+    text, answers = _compiled(*template).render_answers(conversation)
+    return _checked(text), answers
+
+
+def _checked(text: str) -> str:
+    if len(text) > _LONGEST_TEXT:
+        raise TokenizerError(
+            "the tokenizer's chat template writes too much",
+            got=f"{len(text):,} characters for one conversation, of {_LONGEST_TEXT:,}",
+            fix=_FIX,
+        )
+    return text

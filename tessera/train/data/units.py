@@ -19,12 +19,17 @@ from typing import BinaryIO, Final, cast
 
 from tessera.errors import DataFormatError, DataNotFoundError
 from tessera.train.data.extras import import_extra
-from tessera.train.data.tables import (
+from tessera.train.data.table_files import (
     ARROW,
     PARQUET,
     TABLES,
     row_count,
     row_group_ends,
+)
+from tessera.train.data.worker_process import (
+    READER_BYTES,
+    WorkerDiedError,
+    WorkerProcess,
 )
 from tessera.train.files.regular_files import check_regular
 
@@ -206,14 +211,27 @@ def _cut(unit: Unit, fraction: float) -> int:
 
 def _size(unit: Unit) -> int:
     """Bytes of the decompressed file, or rows of a table."""
-    if unit.format in TABLES:
-        with unit.coded_errors():
-            check_regular(unit.path)
-            return row_count(unit.path, unit.format)
+    if unit.format == PARQUET:  # from its footer
+        return _num_rows(unit)
+    if unit.format == ARROW:  # its batches are decompressed
+        try:
+            return WorkerProcess(READER_BYTES).call(_num_rows, unit)
+        except (WorkerDiedError, MemoryError) as error:
+            raise DataFormatError(
+                f"the rows of the data file {unit.name!r} cannot be counted",
+                got=f"{unit.path} takes more memory than there is",
+                fix="write it again in smaller batches, or uncompressed",
+            ) from error
     with unit.open() as stream:
         if not unit.compression:
             return stream.seek(0, os.SEEK_END)
         return sum(map(len, iter(lambda: stream.read(_BUFFER_BYTES), b"")))
+
+
+def _num_rows(unit: Unit) -> int:
+    with unit.coded_errors():
+        check_regular(unit.path)
+        return row_count(unit.path, unit.format)
 
 
 def _line_after(unit: Unit, offset: int) -> int:

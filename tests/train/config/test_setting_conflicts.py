@@ -7,7 +7,7 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.train.config.setting_conflicts import EXCLUDED, OF_AXES, UNREAD
-from tessera.train.config.setting_fields import Rule
+from tessera.train.config.setting_fields import Conflict
 from tests.fuzz.override_lists import SETTINGS
 from tests.train.config.command_lines import composed
 
@@ -57,7 +57,7 @@ def test_the_table_names_settings_that_exist():
         for rule in (
             *EXCLUDED,
             *UNREAD,
-            *(Rule("", names) for names in OF_AXES.values()),
+            *(Conflict("", names) for names in OF_AXES.values()),
         )
         for condition in f"{rule.when} {rule.settings}".split()
     ]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tessera.errors import TokenizerError
-from tessera.train.data import template_worker
+from tessera.train.data import template_process
 from tessera.train.data.chat_template import Conversation, ConversationError
 from tessera.train.data.template_process import TemplateProcess
 
@@ -90,10 +90,10 @@ def test_a_template_that_nests_too_deeply_is_refused(source):
 
 
 def test_limits_are_of_one_conversation(monkeypatch):
-    assert template_worker._checked("a") == "a"
-    monkeypatch.setattr(template_worker, "_LONGEST_TEXT", 9)
+    assert template_process._checked("a") == "a"
+    monkeypatch.setattr(template_process, "_LONGEST_TEXT", 9)
     with pytest.raises(TokenizerError, match="10 characters for one conversation, of"):
-        template_worker._checked("a" * 10)
+        template_process._checked("a" * 10)
 
 
 def test_memory_is_limited():
@@ -107,13 +107,13 @@ def test_memory_is_limited():
 @pytest.mark.slow(reason="it starts two processes")
 def test_a_template_that_is_ended_is_an_error_and_none_survives():
     template = TemplateProcess(CHAT, {})
-    process = template._process
+    process = template._worker.process
     process.send_signal(signal.SIGPROF)  # as the kernel does after 5 s of CPU time
     for _ in range(2):
         with pytest.raises(TokenizerError, match="more than 5 s"):
             template.render(HI)
     other = TemplateProcess(CHAT, {})
-    number = other._process.pid
+    number = other._worker.process.pid
     os.kill(number, 0)
     del other
     gc.collect()

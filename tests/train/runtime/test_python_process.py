@@ -41,8 +41,7 @@ KNOWN = {
     ("train/planner/auto_layout.py", "subprocess.run"): "python_command",
     ("train/planner/verify.py", "subprocess.run"): "module_command",
     ("train/config/sweep.py", "subprocess.Popen"): "module_command",
-    ("train/data/preparation.py", "subprocess.Popen"): "module_command",
-    ("train/data/template_process.py", "subprocess.Popen"): "module_command",
+    ("train/data/worker_process.py", "subprocess.Popen"): "module_command",
 }
 
 

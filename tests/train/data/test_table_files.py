@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts and messages of Parquet files, and of folders that datasets wrote."""
 
-import io
 import json
 from dataclasses import replace
 
 import pytest
 
-from tessera.errors import BadRecordError, DataFormatError, SettingConflictError
-from tessera.train.data import DataConfig, records, tables
-from tessera.train.data.arrow_messages import batch_sizes
+from tessera.errors import (
+    BadRecordError,
+    DataFormatError,
+    SettingConflictError,
+    TokenCacheError,
+)
+from tessera.train.data import DataConfig, load, preparation, records, units
+from tessera.train.data import table_files as tables
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.files import list_files, units_of
-from tessera.train.data.parquet_pages import read_pages
 from tessera.train.data.records import read_records
 from tessera.train.data.units import divide, split
 
@@ -173,106 +176,25 @@ def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
     assert bad_records.counts == {"too long": 1, "null": 1}
 
 
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_pages_of_parquet_have_the_sizes_that_their_headers_say(
-    tmp_path, version, compression
-):
-    path = tmp_path / "a.parquet"
-    messages = [[{"role": "user", "content": f"{i} " * 50}] * 3 for i in range(999)]
-    columns = {
-        "messages": messages,
-        "text": [str(i % 7) * 500 for i in range(999)],
-        "long": ["x" * 10_000 * (i % 3) for i in range(999)],
-        "number": [None, 1.5, 2.5] * 333,
-    }
-    parquet.write_table(
-        arrow.table(columns),
-        path,
-        data_page_version=version,
-        compression=compression,
-        data_page_size=5000,
-        write_batch_size=20,
-    )
-    metadata = parquet.read_metadata(path)
-    group = metadata.row_group(0)
-    for chunk in (group.column(i) for i in range(metadata.num_columns)):
-        begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
-        with path.open("rb") as file:
-            pages = [*read_pages(file, begin, begin + chunk.total_compressed_size)]
-        sizes = [page.size for page in pages]
-        assert sum(page.values for page in pages if not page.is_dictionary) == (
-            chunk.num_values
-        )
-        assert pages[0].is_dictionary == chunk.has_dictionary_page
-        # A chunk is its pages and their headers.
-        headers = chunk.total_uncompressed_size - sum(sizes)
-        assert 10 * len(sizes) < headers < 30_000 * len(sizes)
-        assert len(sizes) > 1
-
-
-def test_a_page_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    path = tmp_path / "a.parquet"
-    write_parquet(path, ["short"] * 99 + ["x" * 30_000_000], row_group_size=1000)
-    monkeypatch.setattr(tables, "_MOST_PAGE_BYTES", 2**24)
-    with monkeypatch.context() as patch:
-        patch.setattr(parquet.ParquetFile, "iter_batches", None)
-        with pytest.raises(DataFormatError) as caught:
-            read(list_files(str(path)))
-    assert "got: " + str(path) + ": a page of the column 'text' takes 28 MiB" in str(
-        caught.value
-    )
-    assert not read(list_files(str(path)), BadRecords(100), text_key="id")
-
-
-def test_a_text_that_a_dictionary_repeats_is_decoded_a_few_times_at_once(tmp_path):
-    column = arrow.DictionaryArray.from_arrays([0] * 100, ["x" * 2**22])
-    path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.table({"text": column}), path, store_schema=False)
-    group = parquet.read_metadata(path).row_group(0)
-    assert tables._rows_at_a_time(path, group, ["text"]) == 15
-    write_parquet(path, ["short"] * 100)
-    group = parquet.read_metadata(path).row_group(0)
-    assert tables._rows_at_a_time(path, group, ["text"]) == 64
-
-
-@pytest.mark.parametrize("kind", ["stream", "file"])
-@pytest.mark.parametrize("codec", ["zstd", "lz4"])
-def test_a_compressed_batch_that_is_too_large_is_refused_before_it_is_read(
-    tmp_path, monkeypatch, kind, codec
-):
-    path = tmp_path / "a.arrow"
-    names = arrow.array(["one", "two"] * 100).dictionary_encode()
-    table = arrow.table({"text": ["x" * 10_000] * 200, "name": names})
-    options = arrow.ipc.IpcWriteOptions(compression=codec)
-    new = arrow.ipc.new_stream if kind == "stream" else arrow.ipc.new_file
-    with new(str(path), table.schema, options=options) as writer:
-        writer.write_table(table, max_chunksize=100)
-    with path.open("rb") as file:
-        dictionary, *batches = batch_sizes(file)
-    assert dictionary < 200
-    assert [size // 1000 for size in batches] == [1000, 1000]
-    config = {"text_key": "text"}
-    assert len(read(list_files(str(path)), **config)) == 200
-    monkeypatch.setattr(tables, "_MOST_PAGE_BYTES", 2**19)
-    monkeypatch.setattr(arrow.ipc, "open_stream", None)
-    monkeypatch.setattr(arrow.ipc, "open_file", None)
-    with pytest.raises(DataFormatError, match="a record batch takes 0 MiB of memory"):
-        read(list_files(str(path)), **config)
-
-
-def test_batches_that_are_not_compressed_have_no_sizes(tmp_path):
-    write_file(tmp_path / "a", "stream")
-    content = (tmp_path / "a").read_bytes()
-    for end in (0, 7, 9, 100, len(content) - 9, len(content)):
-        assert not [*batch_sizes(io.BytesIO(content[:end]))]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\0", b"\x1c", b"\x15\xff", b"\xff", b"\x19"]
-)
-def test_what_is_no_header_of_a_page_ends_the_search(content):
-    assert not [*read_pages(io.BytesIO(content * 2**20), 0, 2**20)]
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_that_takes_all_memory_ends_nothing(tmp_path, monkeypatch, kind):
+    """A part of it is decompressed whole, and 60 KB may become gigabytes."""
+    monkeypatch.setattr(preparation, "READER_BYTES", 2**30)
+    monkeypatch.setattr(units, "READER_BYTES", 2**30)
+    path = tmp_path / f"a.{kind}"
+    table = arrow.table({"text": ["x" * 2**27]})
+    table = arrow.concat_tables([table] * 8).combine_chunks()
+    if kind == "parquet":
+        parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+    else:
+        options = arrow.ipc.IpcWriteOptions(compression="zstd")
+        with arrow.ipc.new_stream(str(path), table.schema, options=options) as writer:
+            writer.write_table(table)
+    assert path.stat().st_size < 2**20
+    config = DataConfig("text", str(path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises((DataFormatError, TokenCacheError)):
+        load(config, sequence_length=8, seed=0, vocab_size=257)
 
 
 def test_messages_are_read_from_rows_and_lines(tmp_path):

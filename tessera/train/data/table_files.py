@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads columns of a table in batches: Parquet files, and Arrow files of datasets.
 
-``OSError`` without a number stands for a file that is not such a table.
+``OSError`` without a number stands for a file that is not such a table. A page of
+Parquet and a compressed batch of Arrow are decompressed whole, and 60 KB may become
+2 GiB: processes that read them have a limit of memory, see ``preparation``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,22 +13,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import DataFormatError, TesseraError
-from tessera.train.data.arrow_messages import MAGIC, batch_sizes
 from tessera.train.data.extras import import_extra
-from tessera.train.data.parquet_pages import Page, read_pages
 
 PARQUET: Final = "parquet"
 ARROW: Final = "arrow"
 TABLES: Final = (PARQUET, ARROW)
 
-_BATCH_ROWS: Final = 64
-_BATCH_BYTES: Final = 16 * 2**20
-# Of a dictionary in one of its values: writers end one at 1 MiB, and 64 rows fit.
-_DICTIONARY_SHARE: Final = 4
+# All may have the longest text of a dictionary, which Parquet stores once.
+_BATCH_ROWS: Final = 16
 _BUFFER_BYTES: Final = 2**20
-# Of a page of Parquet or a compressed batch of Arrow, which are decompressed whole.
-# DuckDB writes pages of up to 100 MB.
-_MOST_PAGE_BYTES: Final = 256 * 2**20
+_ARROW_FILE: Final = b"ARROW1"
 
 TOO_LONG: Final = object()
 """In place of a value that is too long to be read."""
@@ -78,7 +74,6 @@ def read_columns(
 
     Raises:
       KeyError: There is no such first column; has the names of the others.
-      DataFormatError: [T606] a page of Parquet or a compressed batch is too large.
     """
     batches = _parquet_batches if kind == PARQUET else _arrow_batches
     for row, names, batch in batches(path, keys, begin):
@@ -128,80 +123,19 @@ def _parquet_batches(
         columns = [key for key in keys if key in names]
         row = 0
         for number in range(file.num_row_groups):
-            group = file.metadata.row_group(number)
-            rows = group.num_rows
+            rows = file.metadata.row_group(number).num_rows
             if row + rows > begin or keys[0] not in names:
-                most = _rows_at_a_time(path, group, columns)
                 # One group at a time, so that its rows have known numbers.
                 for batch in file.iter_batches(
-                    most, row_groups=[number], columns=columns, use_threads=False
+                    _BATCH_ROWS,
+                    row_groups=[number],
+                    columns=columns,
+                    use_threads=False,
                 ):
                     yield row, names, batch
                     row += len(batch)
             else:
                 row += rows
-
-
-def _rows_at_a_time(path: Path, group: Any, columns: Sequence[str]) -> int:
-    """How many rows of a group take a few megabytes in some of its columns.
-
-    Raises:
-      DataFormatError: [T606] one of their pages is larger than a reader may hold.
-    """
-    row_bytes, prefixes = 1.0, tuple(f"{column}." for column in columns)
-    for chunk in (group.column(i) for i in range(group.num_columns)):
-        if not f"{chunk.path_in_schema}.".startswith(prefixes):
-            continue
-        begin = min(chunk.dictionary_page_offset or 2**63, chunk.data_page_offset)
-        with path.open("rb") as file:
-            pages = [*read_pages(file, begin, begin + chunk.total_compressed_size)]
-        largest = max((page.size for page in pages), default=0)
-        if largest > _MOST_PAGE_BYTES:
-            raise _too_large(
-                path,
-                f"a page of the column {chunk.path_in_schema!r}",
-                largest,
-                "write it again with smaller pages, as data_page_size of pyarrow sets "
-                "them, and without the text that is larger",
-            )
-        mean = chunk.total_uncompressed_size / max(group.num_rows, 1)
-        values = max(chunk.num_values / max(group.num_rows, 1), 1)
-        row_bytes += max([mean, *(_value_bytes(page) * values for page in pages)])
-    return max(min(_BATCH_ROWS, int(_BATCH_BYTES / row_bytes)), 1)
-
-
-def _value_bytes(page: Page) -> float:
-    """What a value may take: any may be the longest of a dictionary."""
-    if page.is_dictionary:
-        return page.size / _DICTIONARY_SHARE
-    return page.size / max(page.values, 1)
-
-
-def _too_large(path: Path, what: str, size: int, fix: str) -> DataFormatError:
-    return DataFormatError(
-        f"the data file {path.name!r} has a part that is too large",
-        got=f"{path}: {what} takes {size // 2**20:,} MiB of memory, and at most "
-        f"{_MOST_PAGE_BYTES // 2**20} MiB are read",
-        fix=fix,
-    )
-
-
-def _check_batches(path: Path) -> None:
-    """Check that no batch of an Arrow file decompresses to more than a reader may hold.
-
-    Raises:
-      DataFormatError: [T606] one does.
-    """
-    with path.open("rb") as file:
-        largest = max(batch_sizes(file), default=0)
-    if largest > _MOST_PAGE_BYTES:
-        raise _too_large(
-            path,
-            "a record batch",
-            largest,
-            "write it again in smaller batches, as max_chunksize of pyarrow sets them, "
-            "or uncompressed",
-        )
 
 
 def _arrow_batches(
@@ -236,8 +170,7 @@ def _arrow(path: Path) -> Iterator[Iterator[Any]]:
     arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
     # Not memory-mapped: pages of the file would count as memory of the process.
     with _errors(path), arrow.OSFile(str(path)) as source:
-        _check_batches(path)
-        is_file = source.read(len(MAGIC)) == MAGIC
+        is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
         source.seek(0)
         if is_file:
             reader = arrow.ipc.open_file(source)
