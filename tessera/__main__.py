@@ -12,7 +12,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from tessera.errors import MissingLibraryError, UnknownSettingError, did_you_mean
+from tessera.errors import (
+    MissingLibraryError,
+    UnknownSettingError,
+    did_you_mean,
+    shows_errors,
+)
 
 # What the extra `train` installs, by the names that Python imports.
 _OF_TRAINER = frozenset(
@@ -20,42 +25,22 @@ _OF_TRAINER = frozenset(
     | {"rich", "safetensors", "tensorboardX", "yaml"}
 )
 
-# Subcommand -> the module whose ``main(arguments)`` returns the exit code; its summary.
+# What each subcommand does. Its module in ``train/commands`` has its name.
 _COMMANDS = {
-    "train": (
-        "tessera.train.commands.train",
-        "train a model; --help lists every setting",
-    ),
-    "launch": ("tessera.train.commands.launch", "start a program in several processes"),
-    "export": (
-        "tessera.train.commands.export",
-        "write the weights of a run for others to load",
-    ),
-    "generate": (
-        "tessera.train.commands.generate",
-        "continue prompts with a trained model",
-    ),
-    "evaluate": (
-        "tessera.train.commands.evaluate",
-        "the perplexity of a trained model on text",
-    ),
-    "plan": ("tessera.train.commands.plan", "choose the layout of a run for a machine"),
-    "calibrate": (
-        "tessera.train.commands.calibrate",
-        "measure this machine, as a target to plan for",
-    ),
-    "report": (
-        "tessera.train.commands.report",
-        "write what runs did as a page of HTML",
-    ),
-    "explain": ("tessera.errors.explain", "print the page of an error, such as T201"),
-    "doctor": (
-        "tessera.train.commands.doctor",
-        "show versions, devices, and what is wrong",
-    ),
+    "train": "train a model; --help lists every setting",
+    "launch": "start a program in several processes",
+    "export": "write the weights of a run for others to load",
+    "generate": "continue prompts with a trained model",
+    "evaluate": "the perplexity of a trained model on text",
+    "plan": "choose the layout of a run for a machine",
+    "calibrate": "measure this machine, as a target to plan for",
+    "report": "write what runs did as a page of HTML",
+    "explain": "print the page of an error, such as T201",
+    "doctor": "show versions, devices, and what is wrong",
 }
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the command line names; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -69,30 +54,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"tessera {__version__}\n")
         return 0
     if name not in _COMMANDS:
-        error = UnknownSettingError(
+        raise UnknownSettingError(
             f"tessera has no subcommand {name!r}",
             got=f"tessera {name}",
             fix=did_you_mean(name, _COMMANDS),
         )
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    module, _ = _COMMANDS[name]
+    # The page of an error is printed without the trainer's libraries, too.
+    folder = "tessera.errors" if name == "explain" else "tessera.train.commands"
     try:
-        return import_module(module).main(words[1:])
+        return import_module(f"{folder}.{name}").main(words[1:])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _OF_TRAINER:
             raise
-        missing = MissingLibraryError(
+        raise MissingLibraryError(
             f"tessera {name} needs the trainer, and a library of it is not installed",
             got=str(error),
             fix="run: pip install 'tessera-spmd[train]'",
-        )
-        sys.stderr.write(f"{missing}\n")
-        return missing.exit_code
+        ) from error
 
 
 def _usage() -> str:
-    lines = [f"  {name:9} {summary}\n" for name, (_, summary) in _COMMANDS.items()]
+    lines = [f"  {name:9} {summary}\n" for name, summary in _COMMANDS.items()]
     return (
         "usage: tessera <subcommand> [argument ...]\n       tessera --version\n\n"
         + "".join(lines)

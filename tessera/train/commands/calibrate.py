@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tessera.errors import OutputPathError, TesseraError
+from tessera.errors import OutputPathError, shows_errors
 
 _MOST_DEVICES: Final = 2048  # what a process simulates
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write what the command line asks for; the exit code."""
     parser = ArgumentParser("tessera calibrate", description=__doc__)
@@ -24,11 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cpu-devices", type=_count, metavar="N", help="simulate so many CPU devices"
     )
     options = parser.parse_args(arguments)
-    try:
-        sys.stdout.write(f"{_calibrate(Path(options.file), options.cpu_devices)}\n")
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    sys.stdout.write(f"{_calibrate(Path(options.file), options.cpu_devices)}\n")
     return 0
 
 
@@ -78,7 +75,3 @@ def _calibrate(path: Path, cpu_devices: int | None) -> str:
             spent, each = seconds * 2**30, "allocation of a GiB"
         lines.append(f"  {each}: {format_seconds(spent)}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

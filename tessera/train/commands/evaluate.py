@@ -8,7 +8,6 @@ file or a record of JSON lines. The standard error is over the documents of a so
 """
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -95,7 +94,3 @@ def _documents(
         for record in read_records(unit, config, bad_records):
             if encoded := encoder.encode(record, bad_records):
                 yield np.array([*trained.prefix, *encoded.ids], np.int32)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

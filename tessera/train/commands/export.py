@@ -12,9 +12,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.errors import OutputPathError, TesseraError
+from tessera.errors import OutputPathError, shows_errors
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line asks for; the exit code."""
     parser = ArgumentParser("tessera export", description=__doc__)
@@ -29,12 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="round to it")
     options = parser.parse_args(arguments)
-    try:
-        _check_file(options.file, is_folder=_is_folder(options))
-        size = _export(options)
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    _check_file(options.file, is_folder=options.format != "safetensors")
+    size = _export(options)
     path = options.file.encode(errors="backslashreplace").decode()
     sys.stdout.write(f"{path}: {size}\n")
     return 0
@@ -54,10 +51,6 @@ def _export(options: Namespace) -> str:
     except OSError as error:
         raise _cannot_write(file, error.strerror or str(error)) from error
     return format_bytes(size)
-
-
-def _is_folder(options: Namespace) -> bool:
-    return options.format != "safetensors"
 
 
 def _check_file(file: str, *, is_folder: bool) -> None:
@@ -80,7 +73,3 @@ def _cannot_write(file: str, why: str) -> OutputPathError:
         got=f"{file!r}: {why}",
         fix="name a file in a folder that is there and that has room for it",
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -158,7 +158,3 @@ def _texts(options: Namespace) -> Iterator[str]:
     for prompt, text in zip(prompts, texts, strict=True):
         line = {"prompt": prompt, "text": text}
         yield json.dumps(line, ensure_ascii=False) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,10 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tessera.errors import TesseraError
+from tessera.errors import shows_errors
 from tessera.train.runtime.exit_codes import exit_on_stop_signals
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Launch what the command line asks for; returns the exit code of the whole run."""
     with exit_on_stop_signals():
@@ -24,11 +25,7 @@ def _main(arguments: Sequence[str]) -> int:
     from tessera.train.runtime.launch_options import make_plan
     from tessera.train.runtime.launcher import Launcher
 
-    try:
-        plan = make_plan(arguments, os.environ)
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    plan = make_plan(arguments, os.environ)
     return Launcher(plan, os.environ).run()
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from tessera.errors import OperandError, TesseraError, TokenizerError
+from tessera.errors import OperandError, TokenizerError, shows_errors
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.extras import import_extra
 
@@ -251,15 +251,12 @@ def _size(name: str, value: int | str) -> int:
     return int(value)
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the harness's command; the exit code."""
-    try:
-        register()
-        sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
-        import_module("lm_eval.__main__").cli_evaluate()
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    register()
+    sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
+    import_module("lm_eval.__main__").cli_evaluate()
     return 0
 
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tessera.errors import TesseraError
+from tessera.errors import shows_errors
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh
@@ -36,6 +36,7 @@ def open_model(options: Namespace) -> "tuple[TrainedModel, Mesh | None]":
     return open_trained(options.model, options.module), mesh
 
 
+@shows_errors
 def run_command(
     parser: ArgumentParser,
     texts: Callable[[Namespace], Iterator[str]],
@@ -50,11 +51,7 @@ def run_command(
     """
     # Options may stand between the model and the prompts.
     options = parser.parse_intermixed_args(arguments)
-    try:
-        for text in texts(options):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    for text in texts(options):
+        sys.stdout.write(text)
+        sys.stdout.flush()
     return 0

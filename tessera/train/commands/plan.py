@@ -13,17 +13,14 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.errors import OutputPathError, TesseraError
+from tessera.errors import OutputPathError, shows_errors
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan that the command line asks for; the exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        sys.stdout.write(_plan(options))
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
+    sys.stdout.write(_plan(options))
     return 0
 
 
@@ -86,7 +83,3 @@ def _check_writable(file: Path) -> None:
             got=f"{str(file)!r}",
             fix="name a file in a folder that is there",
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,17 +14,15 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.errors import TesseraError
+from tessera.errors import shows_errors
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report that the command line asks for; the exit code."""
     options = _parser().parse_args(arguments)
     try:
         _write(options)
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
     except KeyboardInterrupt:  # how one ends --watch
         return 0 if options.watch is not None else 130
     return 0
@@ -65,7 +63,3 @@ def _write(options: Namespace) -> None:
         if options.watch is None:
             return
         time.sleep(options.watch)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

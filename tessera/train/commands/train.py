@@ -38,7 +38,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return done.returncode
     words, notes = json.loads(done.stdout.splitlines()[-1])
     return train(words, notes)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
