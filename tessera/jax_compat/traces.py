@@ -4,6 +4,7 @@
 Beside ``jaxprs``: like it, this module may use ``jax._src``.
 """
 
+import builtins
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,8 +102,12 @@ def canonical_dtype(dtype: Any) -> Any:
 
 def as_number(value: Any, kind: type) -> Any:
     """A value as a number of Python's ``int`` or ``float``: its dtype is weak."""
-    dtype = dtypes.canonicalize_dtype(kind)
-    return lax._convert_element_type(value, dtype, weak_type=kind is not bool)
+    return converted(value, dtypes.canonicalize_dtype(kind), kind is not bool)
+
+
+def converted(value: Any, dtype: Any, weak: bool) -> Any:
+    """A value with another dtype, which is weak or not."""
+    return lax._convert_element_type(value, dtype, weak_type=weak)
 
 
 def in_trace_of(value: Any) -> AbstractContextManager[Any]:
@@ -261,27 +266,30 @@ def record(equations: Iterable[Any], env: dict[Any, Any]) -> None:
 
 # --- observing conversions of traced values
 
-_Watcher: TypeAlias = Callable[[str, FrameType], None]
+_Watcher: TypeAlias = Callable[[FrameType], bool]
 _watcher: ContextVar[_Watcher | None] = ContextVar("tessera_watcher", default=None)
-_NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
-_TEXTS = ("__str__", "__repr__", "__format__")
+_CONVERSIONS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
+_CONVERSIONS += ("__str__", "__repr__", "__format__")
+python_print = builtins.print
 
 
 @contextmanager
 def values_watched(watcher: _Watcher) -> Iterator[None]:
-    """Call ``watcher`` when code converts a traced value to a number or to text.
+    """Call ``watcher`` when code prints, or makes a number or text of a traced value.
 
-    JAX answers the first with an exception and the second with a description. Its class
-    of traced values is patched once and permanently, and checks the context each time.
+    JAX answers the latter with an exception or a description. Its class of traced
+    values and ``print`` are patched once and permanently, and check the context each
+    time.
 
     Args:
-      watcher: Takes ``"number"`` or ``"text"`` and the frame of the code that asks.
+      watcher: Takes the frame of the code that asks; whether not to print.
     """
-    for kind, names in (("number", _NUMBERS), ("text", _TEXTS)):
-        for name in names:
-            method = getattr(core.Tracer, name)
-            if not hasattr(method, "_tells_watcher"):
-                type.__setattr__(core.Tracer, name, _watched(kind, method))
+    for name in _CONVERSIONS:
+        method = getattr(core.Tracer, name)
+        if not hasattr(method, "_tells_watcher"):
+            type.__setattr__(core.Tracer, name, _watched(method))
+    if builtins.print is python_print:
+        builtins.print = _watched_print
     token = _watcher.set(watcher)
     try:
         yield
@@ -289,16 +297,23 @@ def values_watched(watcher: _Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def _watched(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def ask(self: Any, *args: Any) -> Any:
         watcher = _watcher.get()
         if watcher is not None:
-            watcher(kind, sys._getframe(1))
+            watcher(sys._getframe(1))
         return method(self, *args)
 
     ask._tells_watcher = True  # type: ignore[attr-defined]
     return ask
+
+
+@functools.wraps(python_print)
+def _watched_print(*values: Any, **options: Any) -> None:
+    watcher = _watcher.get()
+    if watcher is None or not watcher(sys._getframe(1)):
+        python_print(*values, **options)
 
 
 def partial_evaluation(

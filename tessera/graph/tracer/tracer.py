@@ -29,10 +29,7 @@ from tessera.graph.pipelining.pipeline_primitive import (
 )
 from tessera.graph.tracer.argument_roles import gradient_uses
 from tessera.graph.tracer.arguments import Call, is_in
-from tessera.graph.tracer.control_flow.autograph import (
-    ExternalState,
-    with_control_flow,
-)
+from tessera.graph.tracer.control_flow.autograph import with_control_flow
 from tessera.graph.tracer.control_flow.printing import require_known
 from tessera.graph.tracer.declared_layouts import (
     DimNames,
@@ -117,17 +114,11 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     """
     jaxprs.hide_library_frames()
     enable_torch_transpose()
-    statics = [value.value for each in call.arguments for _, value in each.statics]
-    outside = ExternalState(function, statics)
-    return with_control_flow(
-        lambda: _trace(function, call, options, outside), function, outside
-    )
+    return with_control_flow(lambda: _trace(function, call, options), function)
 
 
-def _trace(
-    function: Callable[..., Any], call: Call, options: Options, outside: ExternalState
-) -> Trace:
-    tracing = _Tracing(function, call, options, outside)
+def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
+    tracing = _Tracing(function, call, options)
     before: Mapping[str, DistTensor] = {}
     for _ in range(_MAX_TRACES):
         before = tracing.parameters
@@ -144,15 +135,10 @@ class _Tracing:
     """The successive traces of one call, with what the earlier ones found."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        call: Call,
-        options: Options,
-        outside: ExternalState,
+        self, function: Callable[..., Any], call: Call, options: Options
     ) -> None:
         self.function, self.call, self.options = function, call, options
         self.leaves = list(call.leaves)  # and arrays that the function closes over
-        self.outside = outside
         self.parameters: dict[str, DistTensor] = {}
         self.unreached: dict[int, frozenset[str]] = {}
         self.batch_arguments: dict[int, Decision] = {}
@@ -267,7 +253,6 @@ class _Tracing:
         )
 
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
-        self.outside.restore()  # what an earlier trace changed
         if not self.options.is_deterministic:
             return self._run_once(values, here)
         with scope.alone_on(self._common_mesh()):

@@ -2,12 +2,11 @@
 """AutoGraph: trace a function as it is, and convert its source only if that fails.
 
 A function that needs the number or the text of a traced value, or that prints, is
-traced again with its source converted, and so are the functions that it calls. Before
-that, what the first trace changed outside of the function is restored.
+traced again with its source converted, and so are the functions that it calls.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,15 +15,12 @@ from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.active_conversion import (
     NEEDS_VALUE,
     Conversion,
-    conversion_context,
+    open_conversion,
 )
-from tessera.graph.tracer.control_flow.reachability import Reach
-from tessera.graph.tracer.control_flow.user_code import (
-    is_user_code,
-    line_of,
-    prints,
-)
+from tessera.graph.tracer.control_flow.converted_calls import as_callback
+from tessera.graph.tracer.control_flow.user_code import is_user_code, line_of
 from tessera.jax_compat import traces
+from tessera.tracing import scope
 
 _Result = TypeVar("_Result")
 
@@ -35,69 +31,22 @@ _AMBIGUOUS = "The truth value of an array with more than one element is ambiguou
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-class ExternalState:
-    """The objects that outlive a trace and that the function can change.
-
-    Their content is recorded when this is made.
-
-    Attributes:
-      arrays: NumPy arrays, which nothing restores.
-
-    Args:
-      function: The user's function.
-      given: Values that it is given beside arrays.
-    """
-
-    def __init__(self, function: Any, arguments: Iterable[Any]) -> None:
-        self.arguments = list(arguments)
-        body = getattr(function, "body", function)
-        reach = Reach([body], [("", value) for value in self.arguments], None)
-        self._before = [(owner, owner.content()) for owner in reach.mutable_objects]
-        self.arrays, self._iterators = reach.arrays, reach.iterators
-        self._is_traced = False
-
-    @property
-    def targets(self) -> dict[int, Any]:
-        """The mutable objects, by id."""
-        return {id(owner.target): owner.target for owner, _ in self._before}
-
-    def restore(self) -> None:
-        """Undo what earlier traces changed; called before each trace.
-
-        Raises:
-          ControlFlowError: [T319] they may have moved on an iterator.
-        """
-        for owner, before in self._before:
-            owner.fill(before)
-        for name, iterator in self._iterators if self._is_traced else ():
-            raise ControlFlowError(
-                f"{name!r} is moved on by a function that is traced more than once",
-                got=f"a {type(iterator).__name__} from outside of it",
-                fix="take from it before the call, and pass what it gives",
-            )
-        self._is_traced = True
-
-
 def with_control_flow(
-    run: Callable[[], _Result], function: Callable[..., Any], outside: ExternalState
+    run: Callable[[], _Result], function: Callable[..., Any]
 ) -> _Result:
     """Trace a function as it is; where that cannot be done, with its source converted.
 
     Args:
       run: Traces it.
       function: The user's function.
-      outside: What it can change that outlives the trace.
 
     Raises:
       ControlFlowError: [T319] the trace meets what cannot be converted.
     """
-    if function not in _seen and not any(map(prints, (function, *outside.arguments))):
+    if function not in _seen:
         value_requests: list[str] = []
         try:
-            with (
-                conversion_context(None),
-                _value_requests_recorded(value_requests, text=True),
-            ):
+            with conversion_context(None), _requests_recorded(value_requests):
                 result = run()
             if not value_requests:
                 return result
@@ -106,34 +55,45 @@ def with_control_flow(
                 raise
         _seen.add(function)
     module = getattr(function, "__module__", None) or ""
-    conversion = Conversion(module.partition(".")[0], outside.targets)
-    conversion.lock(outside.arrays)
+    conversion = Conversion(module.partition(".")[0])
     try:
         with (
             conversion_context(conversion),
-            _value_requests_recorded(conversion.value_requests),
+            _requests_recorded(conversion.value_requests),
         ):
             result = run()
-    except NEEDS_VALUE as error:
-        conversion.require_nothing_refused(but=error)
-        raise _unsupported_error(error, conversion) from error
     except Exception as error:
         conversion.require_nothing_refused(but=error)
+        if isinstance(error, NEEDS_VALUE):
+            raise _unsupported_error(error, conversion) from error
         raise
     conversion.require_nothing_refused()
     return result
 
 
 @contextmanager
-def _value_requests_recorded(found: list[str], *, text: bool = False) -> Iterator[None]:
-    """Record the user's lines that need the number, or the text, of a traced value.
+def conversion_context(conversion: Conversion | None) -> Iterator[None]:
+    """Convert the functions that are called inside, or none of them."""
+    token = open_conversion.set(conversion)
+    try:
+        with scope.calling(None if conversion is None else as_callback):
+            yield
+    finally:
+        open_conversion.reset(token)
 
-    JAX answers with an exception, which the user's code may catch.
+
+@contextmanager
+def _requests_recorded(found: list[str]) -> Iterator[None]:
+    """Record the user's lines that print, or need the number or text of a traced value.
+
+    JAX answers with an exception, which the user's code may catch, or a description.
     """
 
-    def note(kind: str, frame: FrameType) -> None:
-        if (text or kind != "text") and is_user_code(frame.f_code, frame.f_globals):
+    def note(frame: FrameType) -> bool:
+        is_users = is_user_code(frame.f_code, frame.f_globals)
+        if is_users:
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return is_users
 
     with traces.values_watched(note):
         yield

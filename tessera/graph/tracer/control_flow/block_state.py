@@ -6,136 +6,138 @@ comparing this state before and after, and is then undone: the outputs of the
 traced program take its place.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
-from tessera.errors import BranchError
 from tessera.graph.tracer.control_flow.active_conversion import current
-from tessera.graph.tracer.control_flow.containers import BranchContents
-from tessera.graph.tracer.control_flow.mutable_objects import (
-    ClosureCell,
-    DictEntries,
-    ListItems,
-    MutableObject,
+from tessera.graph.tracer.control_flow.lower_jumps import FLAG, display_name
+from tessera.graph.tracer.control_flow.object_content import (
+    ABSENT,
+    VALUE,
+    Tree,
+    content,
+    differences,
+    entry_name,
+    fill,
+    flattened,
+    is_compared,
 )
-from tessera.graph.tracer.control_flow.reachability import Reach
+from tessera.graph.tracer.control_flow.own_objects import change_error, foreign_parts
 
-ABSENT: Final = object()  # what an entry has that is not there
-
-
-class Unusable:
-    """The value of a variable that no program can compute; its use is an error.
-
-    Args:
-      error: Makes the error where the variable is used.
-    """
-
-    def __init__(self, error: Callable[[], BranchError]) -> None:
-        self._error = error
-
-    def read(self) -> NoReturn:
-        """Raise the error."""
-        raise self._error()
-
-    def _used(self, *_: Any) -> Any:
-        return self.read()
-
-    # Code that is not converted, such as a generator's, would take it for a value.
-    __bool__ = __call__ = __iter__ = __len__ = __getitem__ = __neg__ = _used
-    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = _used
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = _used
-    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _used
-
-
-class NotReturned:
-    """The result of a function that has not returned yet."""
+Contents = list[dict[Any, Any]]
 
 
 class Key(NamedTuple):
-    """One variable, or one entry of a mutable object.
+    """One variable, or one entry of an object.
 
     Attributes:
-      owner: The number of the mutable object; a variable is one itself.
+      target: The number of the variable or object in the state.
       entry: The entry.
-      name: What messages call it.
     """
 
-    owner: int
+    target: int
     entry: Any
-    name: str
 
 
 class State:
-    """The variables of a block, and everything else that its code can change.
+    """The variables of a block, and the objects that the call has made before it.
 
     Attributes:
-      iterators: Iterators from before it that its code can move on, with their names.
-      arrays: NumPy arrays from before it that its code can write into.
+      flags: Variables that tell whether a jump was taken.
 
     Args:
       functions: The functions that are its code.
-      values: Other objects that they use, with their names in messages.
+      variables: Other variables, with their names in messages.
     """
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any] | None],
-        *,
-        values: Iterable[tuple[str, Any]] = (),
+        functions: Iterable[Callable[..., Any] | None],
+        variables: Mapping[str, CellType] | None = None,
     ) -> None:
         conversion = current()
-        outside = conversion.outside if conversion else {}
-        code: list[Any] = [each for each in functions if each]
-        reach = Reach(code, values, outside)
-        self._mutable_objects = reach.mutable_objects
-        self.iterators, self.arrays = reach.iterators, reach.arrays
-        self._ids = {id(owner.target) for owner in self._mutable_objects}
+        own = [value for value, _ in conversion.own.values()] if conversion else []
+        named = {id(cell): (name, cell) for name, cell in (variables or {}).items()}
+        # Functions that the call has made may assign its variables.
+        for function in (*functions, *own):
+            if isinstance(function, FunctionType):
+                names, cells = function.__code__.co_freevars, function.__closure__ or ()
+                for name, cell in zip(names, cells, strict=True):
+                    named.setdefault(id(cell), (display_name(name), cell))
+        self._names = [name for name, _ in named.values()]
+        self.flags = [
+            Key(n, VALUE) for n, name in enumerate(self._names) if name == FLAG
+        ]
+        objects = [value for value in own if is_compared(value)]
+        self._targets = [*(cell for _, cell in named.values()), *objects]
+        self._ids = {id(target) for target in self._targets}
+        self._foreign = [(value, content(value)) for value in foreign_parts(objects)]
+
+    def read(self) -> Contents:
+        """What every variable and object holds."""
+        return [content(target) for target in self._targets]
+
+    def write(self, contents: Contents) -> None:
+        """Set what every variable and object holds."""
+        for target, held in zip(self._targets, contents, strict=True):
+            fill(target, held)
+
+    def value(self, contents: Contents, key: Key) -> Any:
+        """The value of a variable or an entry; ``ABSENT`` if it has none."""
+        return contents[key.target].get(key.entry, ABSENT)
+
+    def updated(self, contents: Contents, values: Mapping[Key, Any]) -> Contents:
+        """Contents with other values; what is ``ABSENT`` is removed."""
+        found = [dict(held) for held in contents]
+        for key, value in values.items():
+            found[key.target].pop(key.entry, None)
+            if value is not ABSENT:
+                found[key.target][key.entry] = value
+        return found
+
+    def changes(self, before: Contents, after: Contents) -> list[Key]:
+        """The variables and entries that have changed or were removed."""
+        return [
+            Key(number, entry)
+            for number, pair in enumerate(zip(before, after, strict=True))
+            for entry in differences(*pair)
+        ]
+
+    def trees(self, contents: Contents, keys: Iterable[Key]) -> dict[Key, Tree]:
+        """The values of some variables and entries, flattened with what they hold."""
+        now = self.read()
+        self.write(contents)
+        found = {key: flattened(self.value(contents, key)) for key in keys}
+        self.write(now)
+        return found
+
+    def require_foreign_unchanged(self, what: str) -> None:
+        """Raise [T319] where a library has changed an object that it keeps."""
+        for value, held in self._foreign:
+            if differences(held, content(value)):
+                fill(value, held)
+                raise change_error(value, f"an object in {what} is changed")
 
     def holds(self, target: Any) -> bool:
-        """Whether an object existed before the block."""
-        conversion = current()
-        is_outside = conversion is not None and id(target) in conversion.outside
-        return is_outside or id(target) in self._ids
-
-    def read(self) -> dict[Key, Any]:
-        """The value of every variable and entry."""
-        return {
-            Key(number, entry, owner.entry_name(entry)): value
-            for number, owner in enumerate(self._mutable_objects)
-            for entry, value in owner.content().items()
-        }
-
-    def write(self, values: dict[Key, Any]) -> None:
-        """Set every variable and entry; those without a value are removed."""
-        contents: list[dict[Any, Any]] = [{} for _ in self._mutable_objects]
-        for key, value in values.items():
-            contents[key.owner][key.entry] = value
-        for owner, content in zip(self._mutable_objects, contents, strict=True):
-            owner.fill(content)
-
-    def side(
-        self, values: dict[Key, Any], changed: Iterable[Key] = ()
-    ) -> BranchContents:
-        """The contents of the containers, and which other objects changed."""
-        found: dict[int, dict[Any, Any]] = {
-            id(owner.target): {} for owner in self._mutable_objects if _has_parts(owner)
-        }
-        for key, value in values.items():
-            if _has_parts(owner := self.owner(key)):
-                found[id(owner.target)][key.entry] = value
-        others = map(self.owner, changed)
-        return BranchContents(
-            found, frozenset(id(h.target) for h in others if not _has_parts(h))
-        )
-
-    def owner(self, key: Key) -> MutableObject:
-        """The object that a key is an entry of."""
-        return self._mutable_objects[key.owner]
+        """Whether an object is one of those that the call has made before the block."""
+        return id(target) in self._ids
 
     def is_variable(self, key: Key) -> bool:
         """Whether a key is a variable, and not an entry or an attribute."""
-        return isinstance(self.owner(key), ClosureCell)
+        return key.target < len(self._names)
 
-
-def _has_parts(owner: MutableObject) -> bool:
-    return type(owner) in (DictEntries, ListItems)
+    def name(self, key: Key) -> str:
+        """What messages call a variable or an entry, as ``state['loss']``."""
+        target = self._targets[key.target]
+        waiting: list[Any] = self._targets[: len(self._names)]
+        names = dict(zip(map(id, waiting), self._names, strict=True))
+        while waiting and id(target) not in names:
+            holder = waiting.pop(0)
+            for entry, value in content(holder).items():
+                if id(value) not in names:
+                    names[id(value)] = names[id(holder)] + entry_name(holder, entry)
+                    if self.holds(value):
+                        waiting.append(value)
+        owner = names.get(id(target), f"a {type(target).__name__}")
+        return owner + entry_name(target, key.entry)

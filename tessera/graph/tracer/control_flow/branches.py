@@ -5,7 +5,6 @@ A condition that Python knows is decided by Python, as ever. Where it is traced,
 branches are traced, and ``jax.lax.cond`` runs one of them.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from types import CellType
 from typing import Any
@@ -13,13 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.graph.tracer.control_flow.block_state import (
-    ABSENT,
-    Key,
-    State,
-    Unusable,
-)
-from tessera.graph.tracer.control_flow.merge_points import Merge, MergeResult
+from tessera.graph.tracer.control_flow.absent_values import Unusable
+from tessera.graph.tracer.control_flow.block_state import Contents, State
+from tessera.graph.tracer.control_flow.merge_points import Merge, filled
 from tessera.graph.tracer.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.jax_compat import jaxprs
@@ -41,7 +36,7 @@ def if_exp(test: Any, body: Run, orelse: Run, *, computes_both: bool = False) ->
         return body() if test else orelse()
     value = CellType(None)
     ways = _assigning(value, body), _assigning(value, orelse)
-    state = State((body, orelse), values=[("its value", value)])
+    state = State((body, orelse), {"its value": value})
     what = "`and` or `or`" if computes_both else "the conditional expression"
     choose(test, *ways, state, what, computes_both=computes_both)
     result = value.cell_contents
@@ -83,30 +78,24 @@ def choose(
     """
     predicate = truth(test, what)
     before, where = state.read(), f"{what} at {user_line()}"
-    known = _known(test, state, before)
-    starts = [
-        before | {key: sense is way for key, sense in known.items()}
-        for way in (True, False)
-    ]
-    blocks = []
-    for run, start in zip((body, orelse), starts, strict=True):
-        state.write(start)
-        blocks.append(traced_block(run, state, start, where))
+    # The condition is known on each side: so it is known that a function has returned,
+    # where it returns on either side of an ``if returned``.
+    flags = [key for key in state.flags if state.value(before, key) is test]
+    blocks: list[Block] = []
+    starts: list[Contents] = []
+    for run, holds in ((body, True), (orelse, False)):
+        starts.append(state.updated(before, dict.fromkeys(flags, holds)))
+        state.write(starts[-1])
+        blocks.append(traced_block(run, state, starts[-1], where))
     state.write(before)
     ways = ("if it holds", "if not")
-    merge = Merge(where, ways, state, (blocks[0].side, blocks[1].side))
-    merged: dict[Key, Any] = {}
-    for key in dict.fromkeys((*blocks[0].after, *blocks[1].after)):
-        values = [
-            block.after.get(key, start.get(key, ABSENT))
-            for block, start in zip(blocks, starts, strict=True)
-        ]
-        merged[key] = merge.merged(key, *values)
+    merge = Merge(where, ways, state)
+    keys = dict.fromkeys((*blocks[0].changes, *blocks[1].changes))
+    first, second = (state.trees(block.end, keys) for block in blocks)
+    merged = {key: merge.merged(key, first[key], second[key]) for key in keys}
     merge.require_agreement()
     results = _cond(predicate, blocks, merge, computes_both)
-    filled = MergeResult(before, merged, results)
-    state.write(filled.values)
-    merge.record_ambiguous(filled)
+    state.write(state.updated(before, filled(merged, results)))
 
 
 def _cond(
@@ -137,35 +126,11 @@ def _cond(
     return jax.lax.cond(predicate, *ways)
 
 
-# --- what follows from a condition
-
-# What a condition is the negation of, by its id and for as long as it lives.
-_negations: dict[int, Any] = {}
-
-
 def not_(value: Any) -> Any:
     """``not value``."""
     if not isinstance(value, jaxprs.Tracer):
         return not value
-    negated = jnp.logical_not(truth(value, "`not`"))
-    _negations[id(negated)] = value
-    weakref.finalize(negated, _negations.pop, id(negated))
-    return negated
-
-
-def _known(test: Any, state: State, before: dict[Key, Any]) -> dict[Key, bool]:
-    """Variables that are the condition (True) or its negation (False).
-
-    What they are in each branch is known there: so it is known that a function has
-    returned, where it returns on either side of an ``if not returned``.
-    """
-    opposite = _negations.get(id(test))
-    return {
-        key: value is test
-        for key, value in before.items()
-        if (value is test or (value is opposite and value is not None))
-        and state.is_variable(key)
-    }
+    return jnp.logical_not(truth(value, "`not`"))
 
 
 def and_(value: Any, second: Run) -> Any:

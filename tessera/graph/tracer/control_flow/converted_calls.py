@@ -5,33 +5,28 @@ A call of a user's function calls it converted; a library's is called as it is, 
 user's functions that it is handed are converted.
 """
 
+import builtins
 import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from types import (
-    FunctionType,
-    MethodType,
-    SimpleNamespace,
-)
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tessera.errors import BranchError, ControlFlowError
-from tessera.graph.tracer.control_flow import branches, iterables, loops, printing
-from tessera.graph.tracer.control_flow.active_conversion import current
-from tessera.graph.tracer.control_flow.block_state import NotReturned, Unusable
-from tessera.graph.tracer.control_flow.function_source import Unconvertible
-from tessera.graph.tracer.control_flow.mutable_objects import is_iterator
-from tessera.graph.tracer.control_flow.permitted_effects import (
-    check_assignment,
-    check_in_place,
-    locked_array_error,
-    record_library_state,
-    require_tracked,
+from tessera.graph.tracer.control_flow import (
+    branches,
+    loops,
+    own_objects,
+    printing,
 )
+from tessera.graph.tracer.control_flow.absent_values import NotReturned
+from tessera.graph.tracer.control_flow.active_conversion import current
+from tessera.graph.tracer.control_flow.function_source import Unconvertible
+from tessera.graph.tracer.control_flow.object_content import CONTAINERS
 from tessera.graph.tracer.control_flow.source_conversion import convert
 from tessera.graph.tracer.control_flow.user_code import (
     is_user_function,
@@ -45,9 +40,6 @@ from tessera.jax_compat import jaxprs, traces
 
 def _returned(value: Any, returned: Any) -> Any:
     """The result of a converted function, at its end."""
-    conversion = current()
-    if conversion is not None:
-        conversion.end_function()
     if isinstance(value, NotReturned):
         return None
     if isinstance(returned, jaxprs.Tracer) and value is not None:
@@ -60,70 +52,113 @@ def _returned(value: Any, returned: Any) -> Any:
     return value
 
 
-def _load(value: Any) -> Any:
-    """The value of a variable; an error where it has none."""
-    return value.read() if isinstance(value, Unusable) else value
-
-
 def _is(first: Any, second: Any) -> bool:
-    """``first is second``; refused where a merge point makes it unknown."""
-    conversion = current()
-    if first is second or conversion is None:
-        return first is second
-    arrays = isinstance(first, jax.Array) and isinstance(second, jax.Array)
-    merged = any(id(each) in conversion.merged for each in (first, second))
-    if merged and (arrays or type(first) is type(second)):
+    """``first is second``; refused for what a merge point may have replaced."""
+    is_alike = isinstance(first, jax.Array) and isinstance(second, jax.Array)
+    if isinstance(first, (tuple, *CONTAINERS)):
+        is_alike = type(first) is type(second)
+    if first is not second and is_alike and current() is not None:
         raise ControlFlowError(
-            f"whether two objects are one is asked at {user_line()}, and only known "
-            "when the program runs",
-            got=f"a {type(first).__name__} that a branch or a loop has left, where "
-            "another one was before",
+            f"whether two objects are one is asked at {user_line()}, and may be known "
+            "only when the program runs",
+            got=f"a {type(first).__name__} and a {type(second).__name__}",
             fix="compare what they hold, or remember it in a variable",
         )
-    return False
+    return first is second
 
 
-def converted_call(
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function from converted code: convert it if it is the user's."""
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
-        return converted_call(function.func, (*function.args, *args), kwargs)
-    builtin = _builtin(function)
+        return converted_call(function.func, *function.args, *args, **kwargs)
+    builtin = _builtin(function, args)
     if builtin is not None:
         return builtin(*args, **kwargs)
     if _has_plain_constructor(function):
-        made = object.__new__(function)
-        converted_call(function.__init__, (made, *args), kwargs)
-        return made
+        new = object.__new__(function)
+        own_objects.adopt_result(new, function, ())
+        converted_call(function.__init__, new, *args, **kwargs)
+        if converted(function.__init__) is None:  # of a dataclass
+            own_objects.adopt_result(new, function, (*args, *kwargs.values()))
+        return new
     target, bound = target_of(function)
     made = None if target is None else converted(target)
-    if made is not None:
-        return made(*bound, *args, **kwargs)
-    require_tracked(function, args, kwargs)
-    args = tuple(map(_callback, args))
-    kwargs = {name: _callback(value) for name, value in kwargs.items()}
-    try:
-        result = function(*args, **kwargs)
-    except ValueError as error:
-        conversion = current()
-        if conversion is None or not conversion.locked or "read-only" not in str(error):
-            raise
-        raise locked_array_error() from error
-    record_library_state(result, function, (*args, *kwargs.values()))
+    if made is None:
+        return _library_call(function, target, args, kwargs)
+    _require_own_variables(target, made)
+    return made(*bound, *args, **kwargs)
+
+
+def _library_call(
+    function: Any, target: FunctionType | None, args: Any, kwargs: Any
+) -> Any:
+    """Call a function as it is, and refuse side effects that a program cannot have."""
+    _require_traceable(function, target, (*args, *kwargs.values()))
+    owner = getattr(function, "__self__", None)
+    given = [None if isinstance(owner, ModuleType) else owner, *args, *kwargs.values()]
+    with own_objects.only_own_changed(function, given):
+        named = {name: _callback(value) for name, value in kwargs.items()}
+        result = function(*map(_callback, args), **named)
+    own_objects.adopt_result(result, function, given)
     return result
 
 
-def _iterated_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that stands where a loop says what it goes over."""
-    result = converted_call(function, args, kwargs)
-    is_own = any(function is each for each in (enumerate, zip, reversed))
-    if is_own and is_iterator(result) and not any(map(is_iterator, args)):
-        return iterables.OwnIterator(result)
-    return result
+def _require_own_variables(target: Any, made: Any) -> None:
+    """Refuse a function that assigns variables from outside of the call."""
+    conversion = current()
+    if conversion is None:
+        return
+    if made.assigns and id(target) not in conversion.own:
+        raise ControlFlowError(
+            f"{target.__qualname__}(), called at {user_line()}, assigns the variable "
+            f"{made.assigns[0]!r} from outside of the call",
+            got="a global variable, or one that a function from before closes over",
+            fix="pass the value as an argument, and return the new one",
+        )
+
+
+# Calls into these modules have side effects that are neither compared nor undone.
+_STATEFUL = frozenset(
+    {"_contextvars", "_io", "_queue", "_socket", "_thread", "_weakref", "array"}
+    | {"asyncio", "contextvars", "io", "multiprocessing", "os", "posix", "queue"}
+    | {"random", "shutil", "socket", "subprocess", "threading", "weakref"}
+)
+
+
+def _require_traceable(
+    function: Any, target: FunctionType | None, values: tuple[Any, ...]
+) -> None:
+    """Refuse, in a block, code that is not seen, random numbers and files."""
+    conversion = current()
+    if conversion is None or not conversion.blocks:
+        return
+    name = getattr(function, "__qualname__", repr(function))
+    if target is not None and not target.__name__.startswith("__"):
+        use = f"{name}() runs as it is: {conversion.failures.get(name, 'no source')}"
+    elif any(map(_is_stateful, (function, *values))) or function is input:
+        use = f"a call of {name}()"
+    else:
+        return
+    raise ControlFlowError(
+        f"a branch or loop that is traced whether it runs or not does at {user_line()} "
+        "what cannot be undone",
+        got=use,
+        fix="do it before or after; to write something when the program runs, print it "
+        "or use jax.debug.callback; for random numbers use jax.random with a key",
+    )
+
+
+def _is_stateful(value: Any) -> bool:
+    """Whether a value is, or is a method of, a file, a random generator or the like."""
+    owner = getattr(value, "__self__", None)
+    is_method = owner is not None and not isinstance(owner, (ModuleType, type))
+    kinds = type(owner if is_method else value).__mro__
+    modules = [getattr(kind, "__module__", None) or "" for kind in (*kinds, value)]
+    return any(
+        str(m).partition(".")[0] in _STATEFUL or str(m).startswith("numpy.random")
+        for m in modules
+    )
 
 
 def _has_plain_constructor(function: Any) -> bool:
@@ -138,19 +173,22 @@ def _has_plain_constructor(function: Any) -> bool:
 
 def _checked(assign: Callable[..., None]) -> Callable[..., None]:
     def assign_checked(value: Any, *rest: Any) -> None:
-        assign(check_assignment(value), *rest)
+        assign(own_objects.written(value, f"a {type(value).__name__}"), *rest)
 
     return assign_checked
 
 
-def _builtin(function: Any) -> Callable[..., Any] | None:
+def _builtin(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """The replacement of a built-in function that takes traced values, if any."""
-    if inspect.isbuiltin(function) or isinstance(function, type):
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, str):
-            return printing.method_of_text(owner, function.__name__)
-        return _BUILTINS.get(function)
-    return None
+    if function is builtins.print or function is traces.python_print:
+        return printing.print_
+    if not (inspect.isbuiltin(function) or isinstance(function, type)):
+        return None
+    if isinstance(getattr(function, "__self__", None), str) and printing.is_traced(
+        args
+    ):
+        raise printing.text_error(f"str.{function.__name__}")
+    return _BUILTINS.get(function)
 
 
 def _number(kind: type) -> Callable[..., Any]:
@@ -189,11 +227,7 @@ def _quantifier(
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
     str: printing.str_,
-    range: iterables.range_,
-    enumerate: iterables.enumerate_,
-    zip: iterables.zip_,
-    reversed: iterables.reversed_,
-    len: iterables.len_,
+    range: loops.range_,
     int: _number(int),
     float: _number(float),
     bool: _number(bool),
@@ -224,12 +258,11 @@ def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "call": converted_call,
-    "iterated_call": _iterated_call,
-    "keywords": dict,
     "returned": _returned,
-    "load": _load,
-    "written": check_assignment,
-    "in_place": check_in_place,
+    "load": own_objects.load,
+    "made": own_objects.made,
+    "written": own_objects.written,
+    "in_place": own_objects.in_place,
     "is_": _is,
     "if_stmt": branches.if_stmt,
     "if_exp": branches.if_exp,
@@ -239,7 +272,6 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "while_stmt": loops.while_stmt,
     "for_stmt": loops.for_stmt,
     "format_string": printing.format_string,
-    "format_percent": printing.format_percent,
 }
 # The operators that converted code calls for statements and expressions.
 OPERATORS = SimpleNamespace(
@@ -272,17 +304,32 @@ def converted(function: FunctionType) -> FunctionType | None:
     return _converted[function]
 
 
+def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function for a library to call: it runs converted."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own_objects.adopt_arguments(*args, *kwargs.values())
+        return converted_call(function, *args, **kwargs)
+
+    return run
+
+
+_callbacks: "weakref.WeakKeyDictionary[FunctionType, Any]" = weakref.WeakKeyDictionary()
+
+
 def _callback(value: Any) -> Any:
-    """A callback passed to a library, converted if it is the user's."""
-    if isinstance(value, (FunctionType, MethodType, functools.partial)):
-        target, _ = target_of(getattr(value, "func", value))
-        if target is not None and converted(target) is not None:
-            if isinstance(value, FunctionType):
-                return converted(target)
+    """A callback passed to a library, converted if it is the user's.
 
-            @functools.wraps(target)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                return converted_call(value, args, kwargs)
-
-            return run
-    return value
+    JAX finds its programs by the function, so that is one object for each.
+    """
+    if not isinstance(value, (FunctionType, MethodType, functools.partial)):
+        return value
+    target, _ = target_of(getattr(value, "func", value))
+    if target is None or converted(target) is None:
+        return value
+    if not isinstance(value, FunctionType):
+        return as_callback(value)
+    if value not in _callbacks:
+        _callbacks[value] = as_callback(value)
+    return _callbacks[value]

@@ -31,14 +31,11 @@ def definition_of(
     except SyntaxError:
         tree = _parsed_block(lines, code.co_firstlineno)
     found = [each for each in _definitions(tree, "") if _is_of(each[0], code)]
-    if len(found) > 1:  # lambdas of one line
-        found = [each for each in found if _spans(each[0], code)] or found
-    if len(found) != 1:
+    if not found:
         raise Unconvertible(
-            f"line {code.co_firstlineno} of {code.co_filename} has {len(found)} "
-            f"definitions like it"
+            f"line {code.co_firstlineno} of {code.co_filename} has no such definition"
         )
-    node, owner = found[0]
+    node, owner = found[-1]  # the innermost of lambdas
     assert isinstance(node, (ast.FunctionDef, ast.Lambda))
     return deepcopy(node), owner
 
@@ -77,22 +74,14 @@ def _is_of(node: ast.AST, code: CodeType) -> TypeGuard[ast.FunctionDef | ast.Lam
     """Whether a node is the definition that some code was compiled from."""
     if isinstance(node, ast.FunctionDef):
         first = node.decorator_list[0] if node.decorator_list else node
-        if node.name != code.co_name or first.lineno != code.co_firstlineno:
-            return False
-    elif isinstance(node, ast.Lambda):
-        if code.co_name != "<lambda>" or node.lineno != code.co_firstlineno:
-            return False
-    else:
+        return node.name == code.co_name and first.lineno == code.co_firstlineno
+    if not isinstance(node, ast.Lambda) or code.co_name != "<lambda>":
         return False
-    names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    count = code.co_argcount + code.co_kwonlyargcount
-    own = [name.rpartition("__")[2] for name in code.co_varnames[:count]]
-    return [name.arg.rpartition("__")[2] for name in names] == own
+    return node.lineno == code.co_firstlineno and _spans(node, code)
 
 
-def _spans(node: ast.AST, code: CodeType) -> bool:
+def _spans(node: ast.Lambda, code: CodeType) -> bool:
     """Whether all of some code lies in the body of a lambda."""
-    assert isinstance(node, ast.Lambda)
     body = node.body
     start, end = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
     return all(

@@ -11,7 +11,7 @@ they are converted when they are called.
 """
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -34,33 +34,32 @@ class InsertOperators(ast.NodeTransformer):
 
     Args:
       definition: The function.
-      free: The variables that it closes over.
 
     Raises:
       Unconvertible: It asks for its own local variables.
     """
 
-    def __init__(self, definition: ast.FunctionDef, free: Sequence[str]) -> None:
+    def __init__(self, definition: ast.FunctionDef) -> None:
         self._definition = definition
         self._count = 0
         body = list(walk_scope(definition.body))
-        self._globals = _declared(body, ast.Global)
+        self._globals = declared(body, ast.Global)
         blocks = [each for each in body if isinstance(each, (ast.If, *_LOOPS))]
-        beyond = self._globals | _declared(body, ast.Nonlocal)
+        beyond = self._globals | declared(body, ast.Nonlocal)
         self._variables = assigned_names(blocks) - beyond
         arguments = definition.args
-        every = [each for each in ast.walk(arguments) if isinstance(each, ast.arg)]
-        locals_ = assigned_names(definition.body) | {each.arg for each in every}
-        self._loaded = (locals_ | {*free}) - self._globals
         first = [*arguments.posonlyargs, *arguments.args][:1]
         self._first = first[0].arg if first else ""
 
     def insert(self) -> None:
         """Insert the operators."""
+        start, keywords = self._definition.body[0], self._definition.args.kwarg
         body = self._block(self._definition.body)
+        if keywords is not None:
+            body = [*parse_at(f"{PREFIX}.made({keywords.arg})", start), *body]
         if self._variables:  # they are the function's own, wherever they are assigned
             names = " = ".join(sorted(self._variables))
-            body = [*parse_at(f"if False: {names} = None", body[0]), *body]
+            body = [*parse_at(f"if False: {names} = None", start), *body]
         self._definition.body = body
 
     # --- statements
@@ -76,31 +75,27 @@ class InsertOperators(ast.NodeTransformer):
         """An ``if``: both branches become functions."""
         body = self._function("if", node, node.body)
         orelse = self._function("else", node, node.orelse)
-        call = f"{PREFIX}.if_stmt(None, {body.name}, {orelse.name})"
-        return [body, orelse, self._call(call, node, node.test, node.test)]
+        return [body, orelse, self._call("if_stmt", node, node.test, body, orelse)]
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         """A ``while``: its condition and its body become functions."""
-        holds = ast.Return(_without(_flags(node), node.test))
-        test = self._function("test", node, [ast.copy_location(holds, node.test)])
+        negated = [ast.UnaryOp(ast.Not(), flag) for flag in _flags(node)]
+        holds = ast.BoolOp(ast.And(), [*negated, node.test]) if negated else node.test
+        test = self._function("test", node, [_at(ast.Return(holds), node.test)])
         body = self._function("body", node, node.body)
-        call = f"{PREFIX}.while_stmt({test.name}, {body.name})"
-        return [test, body, self._call(call, node, node.test)]
+        return [test, body, self._call("while_stmt", node, None, test, body)]
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         """A ``for``: its body becomes a function of the item."""
-        _mark_iterated(node.iter)
         item = ast.Name(f"{PREFIX}item", ast.Load())
-        target = ast.Assign([node.target], item)
-        ast.copy_location(target, _head(node, node.target))
+        target = _at(ast.Assign([node.target], item), node.target)
         body = self._function("body", node, [target, *node.body], item.id)
-        if not (flags := _flags(node)):
-            call = f"{PREFIX}.for_stmt(None, None, {body.name})"
-            return [body, self._call(call, node, node.iter, node.iter)]
-        holds = ast.copy_location(ast.Return(_without(flags)), node)
-        test = self._function("test", node, [holds])
-        call = f"{PREFIX}.for_stmt(None, {test.name}, {body.name})"
-        return [test, body, self._call(call, node, node.iter, node.iter)]
+        flags = _flags(node)
+        is_left = flags[0] if len(flags) == 1 else ast.BoolOp(ast.Or(), flags)
+        if not flags:
+            is_left = ast.Constant(False)
+        left = self._function("left", node, [_at(ast.Return(is_left), node)])
+        return [left, body, self._call("for_stmt", node, node.iter, left, body)]
 
     def _function(
         self, part: str, node: ast.stmt, body: list[ast.stmt], parameter: str = ""
@@ -111,7 +106,7 @@ class InsertOperators(ast.NodeTransformer):
         pairs = ("nonlocal", names - self._globals), ("global", names & self._globals)
         lines = [f"{word} {', '.join(sorted(each))}" for word, each in pairs if each]
         text = f"def {PREFIX}{part}_{self._count}({parameter}): pass"
-        (made,) = parse_at(text, _head(node, node))
+        (made,) = parse_at(text, node)
         assert isinstance(made, ast.FunctionDef)
         if body:
             declarations = parse_at("\n".join(lines), node)
@@ -119,72 +114,78 @@ class InsertOperators(ast.NodeTransformer):
         return made
 
     def _call(
-        self, text: str, node: ast.stmt, part: ast.expr, value: ast.expr | None = None
+        self, name: str, node: ast.stmt, value: ast.expr | None, *parts: ast.FunctionDef
     ) -> ast.stmt:
-        """The call of an operator; a value, converted, is its first argument."""
-        (made,) = parse_at(text, _head(node, part))
-        assert isinstance(made, ast.Expr)
-        assert isinstance(made.value, ast.Call)
-        if value is not None:
-            made.value.args[0] = self.visit(value)
-        return made
-
-    def visit_Delete(self, node: ast.Delete) -> list[ast.stmt]:
-        """``del`` reads a variable without naming it in an expression."""
-        names = {each.id for each in node.targets if isinstance(each, ast.Name)}
-        loads = [f"{PREFIX}.load({name})" for name in sorted(names & self._loaded)]
-        statement: Any = self.generic_visit(node)
-        return [*parse_at("\n".join(loads), node), statement]
+        """The call of an operator, of a value and of functions."""
+        values = [] if value is None else [self.visit(value)]
+        functions = [ast.Name(part.name, ast.Load()) for part in parts]
+        return _at(ast.Expr(_operator(name, node, *values, *functions)), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
         """``x += 1`` reads ``x``, and may change it in place."""
-        (check,) = parse_at(f"{PREFIX}.in_place(None)", node)
-        assert isinstance(check, ast.Expr)
-        assert isinstance(check.value, ast.Call)
         target = deepcopy(node.target)
         target.ctx = ast.Load()
+        has_effects = any(isinstance(each, _EFFECTS) for each in ast.walk(target))
+        name, checked = ast.Constant(ast.unparse(target)), self.visit(target)
+        check = ast.Expr(_operator("in_place", node, checked, name))
         statement: Any = self.generic_visit(node)
-        if any(isinstance(each, _EFFECTS) for each in ast.walk(target)):
-            return [statement]
-        check.value.args[0] = self.visit(target)
-        return [check, statement]
+        return [statement] if has_effects else [_at(check, node), statement]
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Annotations of variables are never evaluated in a function."""
-        node.target = self.visit(node.target)
-        node.value = node.value and self.visit(node.value)
+    def visit_match_case(self, node: ast.match_case) -> ast.AST:
+        """Patterns are not expressions, and stay as they are."""
+        node.guard = node.guard and self.visit(node.guard)
+        node.body = self._block(node.body)
         return node
 
-    def _own_scope(self, node: ast.AST) -> ast.AST:
-        """What is evaluated where a function or a class is defined, not inside it."""
-        for name in ("decorator_list", "bases", "keywords"):
-            if hasattr(node, name):
-                setattr(node, name, [self.visit(each) for each in getattr(node, name)])
-        arguments = getattr(node, "args", None)
-        if isinstance(arguments, ast.arguments):
-            defaults = arguments.kw_defaults
-            arguments.defaults = [self.visit(each) for each in arguments.defaults]
-            arguments.kw_defaults = [each and self.visit(each) for each in defaults]
+    def visit_Delete(self, node: ast.Delete) -> list[ast.stmt]:
+        """``del`` reads a variable without naming it in an expression."""
+        names = [each.id for each in node.targets if isinstance(each, ast.Name)]
+        loads = [f"{PREFIX}.load({name}, {name!r})" for name in names]
+        statement: Any = self.generic_visit(node)
+        return [*parse_at("\n".join(loads), node), statement]
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        """A function inside is left as it is: it is converted when it is called."""
         return node
 
-    visit_FunctionDef = visit_ClassDef = visit_Lambda = _own_scope
+    def _made_here(self, node: ast.FunctionDef | ast.ClassDef) -> list[ast.stmt]:
+        """A function or class that the call makes."""
+        return [node, *parse_at(f"{PREFIX}.made({node.name})", node)]
+
+    visit_FunctionDef = visit_ClassDef = _made_here
 
     # --- expressions
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """A variable of a block may have no value, or none that can be used."""
-        if isinstance(node.ctx, ast.Load) and node.id in self._loaded:
-            return _operator("load", node, node)
-        return node
+        is_read = isinstance(node.ctx, ast.Load) and node.id not in (
+            PREFIX,
+            "__class__",
+        )
+        return _operator("load", node, node, ast.Constant(node.id)) if is_read else node
 
-    def _place(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
+    def _part(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
         """An attribute or an entry; assignments into it are checked."""
+        is_read = isinstance(node.ctx, ast.Load)
+        name = ast.Constant(ast.unparse(node if is_read else node.value))
         self.generic_visit(node)
-        if not isinstance(node.ctx, ast.Load):
-            node.value = _operator("written", node.value, node.value)
-        return node
+        if not is_read:
+            node.value = _operator("written", node.value, node.value, name)
+            return node
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            return _operator("made", node, node)
+        return _operator("load", node, node, name)
 
-    visit_Attribute = visit_Subscript = _place
+    visit_Attribute = visit_Subscript = _part
+
+    def _new(self, node: ast.expr) -> ast.AST:
+        """An expression whose value is new, so the code may change it."""
+        self.generic_visit(node)
+        is_store = isinstance(getattr(node, "ctx", None), ast.Store)
+        return node if is_store else _operator("made", node, node)
+
+    visit_List = visit_Dict = visit_Set = visit_BinOp = _new
+    visit_ListComp = visit_DictComp = visit_SetComp = visit_GeneratorExp = _new
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         """``and`` and ``or``: the second operand is a function."""
@@ -221,14 +222,15 @@ class InsertOperators(ast.NodeTransformer):
         self._count += 1
         names = [f"{PREFIX}{side}_{self._count}" for side in ("left", "right")]
         left, right = (ast.Name(name, ast.Load()) for name in names)
+        first = ast.Compare(left, node.ops[:1], [right])
         rest = ast.Compare(right, node.ops[1:], node.comparators[1:])
-        first = ast.Compare(left, node.ops[:1], [ast.Name(names[1], ast.Load())])
-        both = _operator("and_", node, _identity(first), _thunk(self.visit(rest)))
+        both = _at(ast.BoolOp(ast.And(), [_at(first, node), _at(rest, node)]), node)
         two = [ast.arg(name) for name in names]
-        arguments = ast.arguments([], two, None, [], [], None, [])
+        function = ast.Lambda(
+            ast.arguments([], two, None, [], [], None, []), self.visit(both)
+        )
         values = [self.visit(node.left), self.visit(node.comparators[0])]
-        made = ast.Call(ast.Lambda(arguments, both), values, [])
-        return ast.copy_location(made, node)
+        return _at(ast.Call(function, values, []), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A call, which may be of a function that has to be converted."""
@@ -242,44 +244,26 @@ class InsertOperators(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and _is_ours(node.func.value):
             node.args = [self.visit(each) for each in node.args]
             return node
-        is_stop = name == "breakpoint" or getattr(node.func, "attr", "") == "set_trace"
-        is_stop = is_stop or name == "globals"
+        attribute = getattr(node.func, "attr", "")
         self.generic_visit(node)
-        if is_stop:
+        if name in ("breakpoint", "globals") or attribute == "set_trace":
             return node
-        positional = ast.Tuple(node.args, ast.Load())
-        keywords = _operator("keywords", node)
-        assert isinstance(keywords, ast.Call)
-        keywords.keywords = node.keywords
-        name = "iterated_call" if hasattr(node, "is_iterated") else "call"
-        return _operator(name, node, node.func, positional, keywords)
+        call: Any = _operator("call", node, node.func, *node.args)
+        call.keywords = node.keywords
+        return call
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         """An f-string, whose values may be known only when the program runs."""
         self.generic_visit(node)
-        parts = [
-            ast.Tuple(
-                [
-                    part.value,
-                    ast.Constant(chr(part.conversion) if part.conversion > 0 else ""),
-                    part.format_spec or ast.Constant(""),
-                ],
-                ast.Load(),
-            )
-            if isinstance(part, ast.FormattedValue)
-            else part
-            for part in node.values
-        ]
+        parts: list[ast.expr] = []
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                conversion = chr(part.conversion) if part.conversion > 0 else ""
+                spec = part.format_spec or ast.Constant("")
+                values = [part.value, ast.Constant(conversion), spec]
+                part = ast.Tuple(values, ast.Load())
+            parts.append(part)
         return _operator("format_string", node, *parts)
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """``"%d" % n`` is an f-string in other words."""
-        text = node.left
-        self.generic_visit(node)
-        is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
-        if is_text and isinstance(node.op, ast.Mod):
-            return _operator("format_percent", node, node.left, node.right)
-        return node
 
 
 # --- pieces of syntax trees
@@ -289,40 +273,15 @@ def _is_ours(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == PREFIX
 
 
-def _declared(nodes: Iterable[ast.AST], kind: type) -> set[str]:
+def declared(nodes: Iterable[ast.AST], kind: type) -> set[str]:
+    """The names that statements declare as ``global`` or ``nonlocal``."""
     return {name for node in nodes if isinstance(node, kind) for name in node.names}
 
 
-def _flags(node: ast.For | ast.While) -> list[str]:
-    return getattr(node, "flags", [])
-
-
-def _mark_iterated(node: ast.expr) -> None:
-    """Mark calls whose iterators nothing but the loop over them can continue."""
-    name = getattr(getattr(node, "func", None), "id", "")
-    if isinstance(node, ast.Call) and name in ("enumerate", "zip", "reversed"):
-        node.is_iterated = True  # type: ignore[attr-defined]
-        for argument in node.args:
-            _mark_iterated(argument)
-
-
-def _without(flags: Sequence[str], test: ast.expr | None = None) -> ast.expr:
-    """Whether none of some flags holds, and a condition does."""
-    negated = [ast.UnaryOp(ast.Not(), ast.Name(flag, ast.Load())) for flag in flags]
-    values = [*negated, *([] if test is None else [test])]
-    return values[0] if len(values) == 1 else ast.BoolOp(ast.And(), values)
-
-
-def _head(node: ast.stmt, part: ast.stmt | ast.expr) -> ast.stmt:
-    """The first line of a statement, as the source location of its operator."""
-    same_line = part.end_lineno == node.lineno
-    end = part.end_col_offset if same_line else node.col_offset
-    return ast.Pass(
-        lineno=node.lineno,
-        col_offset=node.col_offset,
-        end_lineno=node.lineno,
-        end_col_offset=end,
-    )
+def _flags(node: ast.For | ast.While) -> list[ast.expr]:
+    """Variables that tell whether a jump ends a loop."""
+    names: list[str] = getattr(node, "flags", [])
+    return [_at(ast.Name(name, ast.Load()), node) for name in names]
 
 
 def _assigns(nodes: Iterable[ast.AST]) -> bool:
@@ -342,11 +301,19 @@ def _identity(node: ast.Compare) -> ast.expr:
     return ast.copy_location(ast.UnaryOp(ast.Not(), is_one), node) if is_not else is_one
 
 
+def _at(made: Any, node: ast.AST) -> Any:
+    """A node with the source location of another one."""
+    return ast.copy_location(made, node)
+
+
 def _thunk(value: ast.expr) -> ast.expr:
     nothing = ast.arguments([], [], None, [], [], None, [])
     return ast.copy_location(ast.Lambda(nothing, value), value)
 
 
 def _operator(name: str, node: ast.AST, *arguments: ast.expr) -> ast.expr:
-    target = ast.Attribute(ast.Name(PREFIX, ast.Load()), name, ast.Load())
-    return ast.copy_location(ast.Call(target, list(arguments), []), node)
+    target = _at(ast.Attribute(ast.Name(PREFIX, ast.Load()), name, ast.Load()), node)
+    # Python takes the last line of the attribute for the line of the call.
+    if hasattr(node, "lineno"):
+        target.end_lineno, target.end_col_offset = target.lineno, target.col_offset
+    return _at(ast.Call(target, list(arguments), []), node)

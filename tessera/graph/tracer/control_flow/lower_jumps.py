@@ -18,7 +18,7 @@ from tessera.graph.tracer.control_flow.function_source import Unconvertible
 
 PREFIX = "tessera__"
 RETURNED, RESULT = f"{PREFIX}returned", f"{PREFIX}result"
-RETURN_VALUE_NAME = "the value returned"  # what messages call it
+FLAG = "whether a jump is taken"  # what messages call the other generated variables
 OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 _Loop = ast.For | ast.While
@@ -46,8 +46,8 @@ def lower_jumps(definition: ast.FunctionDef) -> None:
 def display_name(variable: str) -> str:
     """What messages call a variable."""
     if variable == RESULT:
-        return RETURN_VALUE_NAME
-    return "whether to go on" if variable.startswith(PREFIX) else variable
+        return "the value returned"
+    return FLAG if variable.startswith(PREFIX) else variable
 
 
 def parse_at(text: str, node: ast.AST) -> list[ast.stmt]:
@@ -184,7 +184,7 @@ def _assign(name: str, value: ast.expr, node: ast.stmt) -> ast.stmt:
 
 
 def _unless(flag: str, body: list[ast.stmt]) -> ast.stmt:
-    (made,) = parse_at(f"if not {flag}: pass", body[0])
+    (made,) = parse_at(f"if {flag}: pass", body[0])
     assert isinstance(made, ast.If)
-    made.body = body
+    made.orelse = body
     return made

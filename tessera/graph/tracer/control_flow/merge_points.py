@@ -4,34 +4,32 @@
 Its value on one branch must have the same type as on the other; a Python number
 takes the dtype of an array, as it does in arithmetic. Two containers become a
 third one with the merged content. Which of the two it stands for is only known when the
-program runs, so all three can be read but not changed from then on.
+program runs, so from then on all three can be read, and none is the call's own to
+change.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tessera.errors import BranchError
+from tessera.graph.tracer.control_flow.absent_values import NotReturned, Unusable
 from tessera.graph.tracer.control_flow.active_conversion import current
-from tessera.graph.tracer.control_flow.block_state import (
+from tessera.graph.tracer.control_flow.block_state import Key, State
+from tessera.graph.tracer.control_flow.object_content import (
     ABSENT,
-    Key,
-    NotReturned,
-    State,
-    Unusable,
+    Tree,
+    is_compared,
 )
-from tessera.graph.tracer.control_flow.containers import BranchContents, parts_of
+from tessera.graph.tracer.control_flow.own_objects import mutable_objects
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.graph.tracer.declared_layouts import is_number
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 
 SCALARS = (bool, int, float, complex)
-
-_IMMUTABLE = (str, bytes, range, frozenset, type, np.dtype)
 
 
 @dataclass(frozen=True)
@@ -41,62 +39,31 @@ class Slot:
     number: int
 
 
-@dataclass(eq=False)
-class MergedContainer:
-    """A container in a merged value, rebuilt from merged parts.
+@dataclass(frozen=True)
+class Merged:
+    """A merged value, whose leaves are slots or what they are on both sides."""
 
-    Attributes:
-      make: Makes it.
-      parts: What it is made from, in order.
-      name: What messages call it.
-    """
+    leaves: Sequence[Any]
+    structure: Any
 
-    make: Callable[[Sequence[Any]], Any]
-    parts: tuple[Any, ...]
-    name: str
-
-    def structure(self) -> tuple[Any, ...]:
-        """Equal to that of another one that a loop can carry in its place."""
-        inner = (
-            p.structure() if isinstance(p, MergedContainer) else type(p)
-            for p in self.parts
-        )
-        return tuple(inner)
+    def form(self) -> Any:
+        """Equal to that of another merged value that a loop can carry in its place."""
+        return self.structure, [type(leaf) for leaf in self.leaves]
 
 
-class MergeResult:
-    """Merged values, with the outputs of the program in their slots.
+def filled(merged: Mapping[Key, Any], results: Sequence[Any]) -> dict[Key, Any]:
+    """Merged values, with the outputs of a program in their slots."""
 
-    Attributes:
-      values: Every variable and entry after the merge.
-      made: The objects that are new in them.
-      ambiguous: New containers, which must not be changed, and what they are called.
-    """
-
-    def __init__(
-        self,
-        before: Mapping[Key, Any],
-        merged: Mapping[Key, Any],
-        results: Sequence[Any],
-    ) -> None:
-        self._results, self._made = results, dict[int, Any]()
-        self.ambiguous: list[tuple[Any, str]] = []
-        filled = {key: self._fill(value) for key, value in merged.items()}
-        now = {**before, **filled}
-        self.values = {key: v for key, v in now.items() if v is not ABSENT}
-        self.made = [*self._made.values(), *results]
-
-    def _fill(self, value: Any) -> Any:
-        if isinstance(value, Slot):
-            return self._results[value.number]
-        if not isinstance(value, MergedContainer):
+    def fill_in(value: Any) -> Any:
+        if not isinstance(value, Merged):
             return value
-        if id(value) not in self._made:
-            made = value.make([self._fill(part) for part in value.parts])
-            self._made[id(value)] = made
-            if not isinstance(made, tuple):
-                self.ambiguous.append((made, value.name))
-        return self._made[id(value)]
+        leaves = [
+            results[leaf.number] if isinstance(leaf, Slot) else leaf
+            for leaf in value.leaves
+        ]
+        return jax.tree.unflatten(value.structure, leaves)
+
+    return {key: fill_in(value) for key, value in merged.items()}
 
 
 @dataclass(frozen=True)
@@ -112,24 +79,10 @@ class MergedNumber:
         """The value of one branch in the common type; zeros if it has none."""
         if isinstance(value, NotReturned):
             return jaxprs.zeros(jax.typeof(like))
-        if self.weak:
-            kinds = {"b": bool, "i": int, "f": float, "c": complex}
-            kind: Any = kinds[self.dtype.kind]
-            if isinstance(value, SCALARS):
-                value = kind(value)
-            elif value.dtype != self.dtype:
-                value = value * kind(1)
-        else:
-            value = jax.lax.convert_element_type(value, self.dtype)
-        return _varying_like(value, like)
-
-
-def _varying_like(value: Any, like: Any) -> Any:
-    """A value that varies over the manual mesh axes that another one varies over."""
-    if isinstance(like, NotReturned):
-        return value
-    missing = jaxprs.varying_axes(like) - jaxprs.varying_axes(value)
-    return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
+        value = traces.converted(value, self.dtype, self.weak)
+        if isinstance(like, NotReturned):
+            return value
+        return traces.varying_over(value, jaxprs.varying_axes(like))
 
 
 @dataclass
@@ -140,52 +93,68 @@ class Merge:
       where: The statement, as ``the `if` at file.py:12``.
       ways: The names of the two branches in messages.
       state: The state before them.
-      sides: The contents of containers after each branch.
       relation: How messages describe a mismatch.
-      meetings: The numbers that the program computes, in the order of their slots.
+      numbers: The numbers that the program computes, in the order of their slots.
     """
 
     where: str
     ways: tuple[str, str]
     state: State
-    branch_contents: tuple[BranchContents, BranchContents]
     relation: str = "another type on each side of"
     numbers: list[MergedNumber] = field(default_factory=list)
     _problems: list[tuple[str, str]] = field(default_factory=list)
     _deferred: list[tuple[str, str]] = field(default_factory=list)
-    _pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
-    _reachable: dict[int, tuple[Any, str]] = field(default_factory=dict)
 
-    def merged(self, key: Key, first: Any, second: Any) -> Any:
+    def merged(self, key: Key, first: Tree, second: Tree) -> Any:
         """The value after the merge; a variable with two types becomes unusable."""
+        name, values = self.state.name(key), (first.value, second.value)
         if not self.state.is_variable(key):
-            return self.value(key.name, first, second)
-        for value in (first, second):
+            return self._tree(name, first, second)
+        for value in values:
             if isinstance(value, Unusable):
                 return value
-        if first is ABSENT or second is ABSENT:
-            return _assigned_on_one_way(key.name, self.where)
+        if any(value is ABSENT for value in values):
+            return _assigned_on_one_way(name, self.where)
         count = len(self._problems)
-        merged = self.value(key.name, first, second)
+        merged = self._tree(name, first, second)
         if len(self._problems) == count:
             return merged
         self._deferred += self._problems[count:]
         del self._problems[count:]
         return Unusable(self.disagreement)
 
-    def value(self, name: str, first: Any, second: Any) -> Any:
-        """The merged value; what is new is a ``Slot`` or a ``MergedContainer``."""
+    def _tree(self, name: str, first: Tree, second: Tree) -> Any:
+        """The merged value, a ``Merged`` if it is new."""
+        if first.value is second.value:
+            return first.value
+        for one, other in ((first, second), (second, first)):
+            if isinstance(other.value, NotReturned):
+                if self.state.holds(one.value):
+                    return one.value  # what it holds is merged by itself
+                return self._returned(one, is_first=one is first)
+        if first.structure != second.structure:
+            return self._mismatch(name, first.value, second.value)
+        pairs = zip(first.leaves, second.leaves, first.paths, strict=True)
+        leaves = [self._leaf(name + path, one, other) for one, other, path in pairs]
+        # Only the program knows which of the two later code would change.
+        conversion = current()
+        for key in mutable_objects([first.value, second.value]):
+            if conversion is not None:
+                conversion.own.pop(key, None)
+        return Merged(leaves, first.structure)
+
+    def _leaf(self, name: str, first: Any, second: Any) -> Any:
         if first is second:
             return first
-        if isinstance(first, NotReturned) or isinstance(second, NotReturned):
-            return self._returned(name, first, second)
         if is_number(first) and is_number(second):
             return self._number(name, first, second)
-        if type(first) is not type(second):
-            return self._mismatch(name, first, second)
-        if isinstance(first, _IMMUTABLE):
-            return first if first == second else self._mismatch(name, first, second)
-        return self._container(name, first, second)
+        is_same = (
+            type(first) is type(second)
+            and type(first).__hash__ is not None
+            and not is_compared(first)
+            and first == second
+        )
+        return first if is_same is True else self._mismatch(name, first, second)
 
     def require_agreement(self) -> None:
         """Raise [T318] if entries, attributes or closed-over variables disagree."""
@@ -205,14 +174,6 @@ class Merge:
             "what is no array, nor a tree of arrays, has to be the same on both ways",
         )
 
-    def record_ambiguous(self, filled: MergeResult) -> None:
-        """Forbid mutations of what stands for one of two from now on."""
-        conversion = current()
-        if conversion is not None:
-            for thing, name in (*filled.ambiguous, *self._reachable.values()):
-                conversion.record_ambiguous(thing, name, self.where)
-            conversion.merged |= {id(each): each for each in filled.made}
-
     # --- numbers
 
     def _number(self, name: str, first: Any, second: Any) -> Any:
@@ -228,61 +189,17 @@ class Merge:
         self.numbers.append(number)
         return Slot(len(self.numbers) - 1)
 
-    def _returned(self, name: str, first: Any, second: Any) -> Any:
+    def _returned(self, tree: Tree, *, is_first: bool) -> Merged:
         """The result of one branch, where the other has not returned yet."""
-        way = int(isinstance(first, NotReturned))
-        given = (first, second)[way]
-        if is_number(given):
-            return self._slot(
-                MergedNumber(first, second, jax.typeof(given).dtype, False)
-            )
-        if id(given) in self.branch_contents[way].changed:
-            return self._mismatch(name, first, second)
-        parts = parts_of(given, self.branch_contents[way].contents)
-        if parts is None:
-            return given
-        inner = [
-            self._returned(name, *((part, second) if way == 0 else (first, part)))
-            for part in parts.parts.values()
-        ]
-        self._note_reachable(name, given)
-        return MergedContainer(parts.make, tuple(inner), name)
-
-    # --- containers
-
-    def _container(self, name: str, first: Any, second: Any) -> Any:
-        pair = id(first), id(second)
-        if pair in self._pairs:  # None while it is being merged: it holds itself
-            return self._pairs[pair] or self._mismatch(name, first, second)
-        ways = list(zip((first, second), self.branch_contents, strict=True))
-        if any(id(value) in side.changed for value, side in ways):
-            return self._mismatch(name, first, second)
-        ours, theirs = (parts_of(value, side.contents) for value, side in ways)
-        self._pairs[pair] = merged = None
-        if ours is None or theirs is None:
-            has_value = type(first).__eq__ is not object.__eq__
-            if has_value and (first == second) is True:
-                merged = first
-        elif ours.form == theirs.form:
-            inner = [
-                self.value(f"{name}{index}", part, theirs.parts[index])
-                for index, part in ours.parts.items()
-            ]
-            merged = MergedContainer(ours.make, tuple(inner), name)
-        if merged is None:
-            return self._mismatch(name, first, second)
-        self._pairs[pair] = merged
-        if not isinstance(first, tuple):
-            self._note_reachable(name, first)
-            self._note_reachable(name, second)
-            if merged is first and type(first).__hash__ is None:
-                self._reachable[id(first)] = first, name
-        return merged
-
-    def _note_reachable(self, name: str, value: Any) -> None:
-        """Record one of two that code may still reach under another name."""
-        if self.state.holds(value):
-            self._reachable[id(value)] = value, name
+        nothing, leaves = NotReturned(), list[Any]()
+        for leaf in tree.leaves:
+            pair = (leaf, nothing) if is_first else (nothing, leaf)
+            if is_number(leaf):
+                dtype = jax.typeof(leaf).dtype
+                leaves.append(self._slot(MergedNumber(*pair, dtype, False)))
+            else:
+                leaves.append(leaf)
+        return Merged(leaves, tree.structure)
 
     def _mismatch(self, name: str, first: Any, second: Any) -> Any:
         texts = describe(first), describe(second)
@@ -327,20 +244,11 @@ def _common(first: Any, second: Any) -> tuple[Any, bool] | None:
     """The common dtype of two types, and whether it is weak; None if there is none."""
     if first.shape != second.shape:
         return None
-    weak = first.weak_type, second.weak_type
     if first.dtype == second.dtype:
-        return first.dtype, all(weak)
-    if weak == (True, True):
-        return max(first.dtype, second.dtype, key=_rank), True
-    for narrow, wide in ((first, second), (second, first)):
-        if narrow.weak_type and 0 < _rank(narrow.dtype) <= _rank(wide.dtype):
-            return wide.dtype, False
-    return None
-
-
-def _rank(dtype: Any) -> int:
-    """The promotion order of kinds of numbers: int, float, complex."""
-    kinds = (np.integer, np.floating, np.complexfloating)
-    return 1 + next(
-        (index for index, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), -1
-    )
+        return first.dtype, first.weak_type and second.weak_type
+    strong = [each.dtype for each in (first, second) if not each.weak_type]
+    if len(strong) == 2 or jnp.bool_ in (first.dtype, second.dtype):
+        return None
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(first, second)
+    return (dtype, not strong) if not strong or dtype == strong[0] else None

@@ -5,95 +5,55 @@ It prints the values of the run, and in a branch only if the branch is taken. Te
 is formatted from traced values keeps them until then.
 """
 
-import builtins
-import operator
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from tessera.errors import ArgumentError, ControlFlowError
+from tessera.graph.tracer.control_flow.absent_values import Unusable
 from tessera.graph.tracer.control_flow.active_conversion import current
-from tessera.graph.tracer.control_flow.block_state import Unusable
 from tessera.graph.tracer.control_flow.user_code import user_line
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.tracing import scope
 
 _Part = str | tuple[Any, str, str]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("args", "kwargs"),
-    meta_fields=("function",),
-)
-@dataclass(frozen=True)
-class _Call:
-    """A call that makes text when the program runs; calls among its arguments too."""
-
-    function: Callable[..., str]
-    args: Any
-    kwargs: Any
-
-
-class RuntimeText(str):
+class RuntimeText:
     """Text with values in it that are known when the program runs.
 
     It can be printed, and become a part of other such text. Whatever asks for its
     characters gets [T319].
 
-    Attributes:
-      call: What makes it.
+    Args:
+      parts: Text, and values with the conversion and the format of each.
     """
 
-    call: _Call
+    def __init__(self, parts: Iterable[_Part]) -> None:
+        self.parts = tuple(parts)
 
-    def __add__(self, other: str) -> str:
-        return _text(operator.add, self, other)
+    def __add__(self, other: Any) -> "RuntimeText":
+        return RuntimeText([*self.parts, *_parts(other)])
 
-    def __radd__(self, other: str) -> str:
-        return _text(operator.add, other, self)
+    def __radd__(self, other: Any) -> "RuntimeText":
+        return RuntimeText([*_parts(other), *self.parts])
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # JAX and Python ask what it can do
+            raise AttributeError(name)
+        raise text_error(f"str.{name}")
 
-def _text(function: Callable[..., str], /, *args: Any, **kwargs: Any) -> str:
-    """The text that a call makes: now, or when the program runs if it has to."""
-    if not _is_traced((args, kwargs)):
-        return function(*args, **kwargs)
-    made = RuntimeText("text that is known when the program runs")
-    made.call = _Call(function, *_with_calls((args, kwargs)))
-    return made
-
-
-def _with_calls(values: Any) -> Any:
-    """Values with calls in the place of the texts that they make."""
-
-    def call(leaf: Any) -> Any:
-        return leaf.call if isinstance(leaf, RuntimeText) else leaf
-
-    return jax.tree.map(call, values)
-
-
-def _unavailable_method(name: str) -> Callable[..., Any]:
-    def method(self: RuntimeText, *_: Any, **__: Any) -> Any:
-        error, conversion = text_error(f"str.{name}"), current()
+    def _characters(self, *_: Any) -> NoReturn:
+        error, conversion = text_error("the characters"), current()
         if conversion is not None:
             conversion.refuse(error)
         raise error
 
-    return method
-
-
-# Methods of a string that JAX and messages need, which show the traced text.
-_KEPT = {
-    *("__new__", "__init__", "__getattribute__", "__getnewargs__", "__sizeof__"),
-    *("__str__", "__repr__", "__format__"),
-}
-for _name, _method in vars(str).items():
-    if callable(_method) and _name not in _KEPT | vars(RuntimeText).keys():
-        setattr(RuntimeText, _name, _unavailable_method(_name))
+    __eq__ = __ne__ = __lt__ = __gt__ = __hash__ = _characters  # type: ignore[assignment]
+    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = _characters
+    __mod__ = __mul__ = __rmul__ = __str__ = __repr__ = __format__ = _characters
 
 
 def text_error(use: str) -> ControlFlowError:
@@ -101,40 +61,35 @@ def text_error(use: str) -> ControlFlowError:
     return ControlFlowError(
         f"Python needs text at {user_line()} that is only known when the program runs",
         got=f"{use} of text with traced values in it",
-        fix="print it, or give back the values and make the text from them",
+        fix="print it as an f-string, or give back the values and make the text from "
+        "them",
     )
 
 
-def format_string(*parts: _Part) -> str:
+def format_string(*parts: _Part) -> Any:
     """An f-string, from its parts."""
-    return _text(_joined, *parts)
+    if is_traced([part[0] for part in parts if isinstance(part, tuple)]):
+        return RuntimeText(inner for part in parts for inner in _parts(part))
+    return _joined(parts)
 
 
-def _joined(*parts: _Part) -> str:
-    return "".join(p if isinstance(p, str) else _formatted(*p) for p in parts)
-
-
-def format_percent(text: str, values: Any) -> Any:
-    """``text % values``."""
-    return _text(operator.mod, text, values)
-
-
-def str_(*args: Any, **kwargs: Any) -> str:
+def str_(*args: Any, **kwargs: Any) -> Any:
     """``str``."""
-    if len(args) == 1 and not kwargs and _is_traced(args[0]):
+    if len(args) == 1 and not kwargs and is_traced(args[0]):
         return format_string((args[0], "", ""))
     return str(*args, **kwargs)
 
 
-def method_of_text(text: str, name: str) -> Callable[..., Any] | None:
-    """``format`` and ``join`` of some text; None for other methods."""
-    if name == "join":
-        return partial(_join, text)
-    return partial(_text, str.format, text) if name == "format" else None
+def is_traced(values: Any) -> bool:
+    """Whether values contain traced ones, or text of these."""
+    kinds = (jaxprs.Tracer, RuntimeText)
+    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(values))
 
 
-def _join(text: str, parts: Iterable[str]) -> str:
-    return _text(str.join, text, list(parts))
+def _parts(part: Any) -> tuple[_Part, ...]:
+    """What text consists of: ``part`` may be such text itself."""
+    text = part[0] if isinstance(part, tuple) and part[1:] == ("", "") else part
+    return text.parts if isinstance(text, RuntimeText) else (part,)
 
 
 def print_(*values: Any, **options: Any) -> None:
@@ -144,33 +99,26 @@ def print_(*values: Any, **options: Any) -> None:
     device prints its own.
     """
     if scope.current() is None:  # it runs: this is code that a program calls back
-        builtins.print(*values, **options)  # noqa: T201
+        traces.python_print(*values, **options)
         return
-    texts = [_Call(_joined, ((value, "", ""),), {}) for value in _with_calls(values)]
+    texts = [_parts((value, "", "")) for value in values]
     leaves, tree = jax.tree.flatten(texts)
+    if any(isinstance(leaf, RuntimeText) for leaf in leaves):
+        raise text_error("a container")
     traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
     def emit(*arrays: Any) -> None:
         known = list(leaves)
         for index, array in zip(traced, arrays, strict=True):
             known[index] = _plain(np.asarray(array))
-        builtins.print(*_made(jax.tree.unflatten(tree, known)), **options)  # noqa: T201
+        found = map(_joined, jax.tree.unflatten(tree, known))
+        traces.python_print(*found, **options)
 
     jax.debug.callback(emit, *(leaves[index] for index in traced))
 
 
-def _made(values: Any) -> Any:
-    """Values with the texts that calls make in their place."""
-
-    def text(node: Any) -> Any:
-        if not isinstance(node, _Call):
-            return node
-        args, kwargs = _made((node.args, node.kwargs))
-        if node.function is not _joined:
-            args, kwargs = jax.tree.map(_readable, (args, kwargs))
-        return node.function(*args, **kwargs)
-
-    return jax.tree.map(text, values, is_leaf=lambda node: isinstance(node, _Call))
+def _joined(parts: Iterable[_Part]) -> str:
+    return "".join(p if isinstance(p, str) else _formatted(*p) for p in parts)
 
 
 def _formatted(value: Any, conversion: str, spec: str) -> str:
@@ -194,11 +142,6 @@ def _readable(leaf: Any) -> Any:
 def _plain(array: np.ndarray[Any, Any]) -> Any:
     """A NumPy number instead of an array without dims."""
     return array[()] if array.ndim == 0 else array
-
-
-def _is_traced(value: Any) -> bool:
-    kinds = (jaxprs.Tracer, RuntimeText)
-    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(value))
 
 
 def require_known(leaves: Iterable[Any]) -> None:

@@ -13,13 +13,16 @@ import inspect
 import threading
 import weakref
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera.graph.tracer.control_flow.function_source import (
     Unconvertible,
     definition_of,
 )
-from tessera.graph.tracer.control_flow.insert_operators import InsertOperators
+from tessera.graph.tracer.control_flow.insert_operators import (
+    InsertOperators,
+    declared,
+)
 from tessera.graph.tracer.control_flow.lower_jumps import (
     PREFIX,
     lower_jumps,
@@ -29,9 +32,21 @@ from tessera.graph.tracer.control_flow.lower_jumps import (
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in ("annotations",))
 _lock = threading.RLock()
 # By file as well: equal source on equal lines of two files makes equal code objects.
-_codes: dict[str, "weakref.WeakKeyDictionary[CodeType, CodeType]"] = (
+_codes: dict[str, "weakref.WeakKeyDictionary[CodeType, _Converted]"] = (
     collections.defaultdict(weakref.WeakKeyDictionary)
 )
+
+
+class _Converted(NamedTuple):
+    """The code of a converted function.
+
+    Attributes:
+      code: It closes over the operators, too.
+      assigns: Variables that are not its own and that it, or code in it, assigns.
+    """
+
+    code: CodeType
+    assigns: list[str]
 
 
 def convert(function: FunctionType, operators: Any) -> FunctionType:
@@ -51,14 +66,15 @@ def convert(function: FunctionType, operators: Any) -> FunctionType:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     cells[PREFIX] = CellType(operators)
     made = FunctionType(
-        _named(converted, code.co_name, code.co_qualname),
+        _named(converted.code, code.co_name, code.co_qualname),
         function.__globals__,
         function.__name__,
         function.__defaults__,
-        tuple(cells[name] for name in converted.co_freevars),
+        tuple(cells[name] for name in converted.code.co_freevars),
     )
     made.__kwdefaults__ = function.__kwdefaults__
     made.__qualname__ = function.__qualname__
+    made.assigns = converted.assigns  # type: ignore[attr-defined]
     return made
 
 
@@ -77,20 +93,21 @@ def _named(code: CodeType, name: str, path: str) -> CodeType:
     return code.replace(co_name=name, co_qualname=path, co_consts=constants)
 
 
-def _converted_code(function: FunctionType) -> CodeType:
-    """The code of the converted function, which closes over the operators, too."""
+def _converted_code(function: FunctionType) -> _Converted:
     code = function.__code__
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         kind = "a generator" if inspect.isgeneratorfunction(function) else "async"
         raise Unconvertible(f"it is {kind}")
     found, owner = definition_of(function)
     definition = _plain(found)
+    assigns = declared(ast.walk(definition), ast.Nonlocal) & {*code.co_freevars}
+    assigns |= declared(ast.walk(definition), ast.Global)
     lower_jumps(definition)
-    InsertOperators(definition, code.co_freevars).insert()
+    InsertOperators(definition).insert()
     # What it closes over are local variables around it. The compiler gives private
     # names those of the class around it, whatever underscores begin the class's name.
-    names = ", ".join((PREFIX, *code.co_freevars))
-    text = f"def around({names}):\n  class _____{owner.lstrip('_')}: pass"
+    around = ", ".join((PREFIX, *code.co_freevars))
+    text = f"def around({around}):\n  class _____{owner.lstrip('_')}: pass"
     module = ast.parse(text if owner.strip("_") else text.partition("\n")[0] + " pass")
     inner: Any = module.body[0]
     if owner.strip("_"):
@@ -102,7 +119,7 @@ def _converted_code(function: FunctionType) -> CodeType:
     while compiled.co_name != definition.name:
         codes = [each for each in compiled.co_consts if isinstance(each, CodeType)]
         (compiled,) = codes
-    return compiled
+    return _Converted(compiled, sorted(assigns))
 
 
 def _plain(definition: ast.FunctionDef | ast.Lambda) -> ast.FunctionDef:

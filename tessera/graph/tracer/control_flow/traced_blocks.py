@@ -2,7 +2,7 @@
 """Trace a block of code: a program, and the changes that the block makes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from tessera.errors import ControlFlowError, TesseraError
 from tessera.graph.tracer.control_flow.active_conversion import (
     NEEDS_VALUE,
     current,
-    external_change_error,
 )
-from tessera.graph.tracer.control_flow.block_state import ABSENT, Key, State
-from tessera.graph.tracer.control_flow.containers import BranchContents, leaves_in
-from tessera.graph.tracer.control_flow.merge_points import SCALARS, describe
-from tessera.graph.tracer.control_flow.mutable_objects import differences
+from tessera.graph.tracer.control_flow.block_state import Contents, Key, State
+from tessera.graph.tracer.control_flow.merge_points import (
+    SCALARS,
+    describe,
+)
+from tessera.graph.tracer.control_flow.object_content import flattened
 from tessera.graph.tracer.control_flow.user_code import line_of, user_line
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.jax_compat import jaxprs
@@ -30,25 +31,25 @@ class Block:
 
     Attributes:
       program: Its outputs are the arrays that the block leaves, each once.
-      after: Every variable and entry that it changed; ``ABSENT`` for removed ones.
-      side: The contents of containers that existed before.
+      changes: The variables and entries that it changed.
+      end: What the state holds when it ends.
       order: Which output an array is, by its id.
     """
 
     program: jaxprs.Program
-    after: Mapping[Key, Any]
-    side: BranchContents
+    changes: Sequence[Key]
+    end: Contents
     order: Mapping[int, int]
 
     def value(self, leaf: Any, outputs: Sequence[Any]) -> Any:
-        """A leaf of ``after``, from the outputs of the program."""
+        """A leaf of ``end``, from the outputs of the program."""
         return outputs[self.order[id(leaf)]] if id(leaf) in self.order else leaf
 
 
 def traced_block(
     run: Callable[..., Any],
     state: State,
-    before: dict[Key, Any],
+    before: Contents,
     what: str,
     *,
     inputs: Sequence[Any] = (),
@@ -65,76 +66,31 @@ def traced_block(
     Raises:
       ControlFlowError: [T319] it raises, or changes what cannot be traced.
     """
-    _refuse_iterators(state, what)
-    conversion = current()
-    if conversion is not None:
-        conversion.lock(state.arrays)
-    after: dict[Key, Any] = {}
+    ends: list[Contents] = []
     arrays: dict[int, Any] = {}
-    branch_contents: list[BranchContents] = []
 
     def flat(*values: Any) -> list[Any]:
         run(*values)
-        now = state.read()
-        after.update(differences(before, now, ABSENT))
-        _require_traceable(state, after, what)
-        branch_contents.append(state.side(now, after))
-        leaves = leaves_in(after.values(), branch_contents[0].contents)
-        arrays.update((id(leaf), leaf) for leaf in leaves if _is_array(leaf))
+        state.require_foreign_unchanged(what)
+        ends.append(state.read())
+        for key in state.changes(before, ends[0]):
+            leaves = flattened(state.value(ends[0], key)).leaves
+            arrays.update((id(leaf), leaf) for leaf in leaves if _is_array(leaf))
         return [jnp.asarray(leaf) for leaf in arrays.values()]
 
+    conversion = current()
+    opened = nullcontext() if conversion is None else conversion.block()
     try:
-        with _errors_recorded(what), _counted_block(what):
+        with _errors_recorded(what), opened:
             program = jax.make_jaxpr(flat)(*inputs)
     finally:
         state.write(before)
     order = {name: location for location, name in enumerate(arrays)}
-    return Block(program, after, branch_contents[0], order)
+    return Block(program, state.changes(before, ends[0]), ends[0], order)
 
 
 def _is_array(leaf: Any) -> bool:
     return is_number(leaf) and not isinstance(leaf, SCALARS)
-
-
-def _require_traceable(state: State, after: Mapping[Key, Any], what: str) -> None:
-    """Refuse a change of an object that outlives the trace, or of bytes."""
-    for key in after:
-        owner = state.owner(key)
-        if owner.outside:
-            raise external_change_error(key.name, what)
-        if isinstance(owner.target, bytearray):
-            raise ControlFlowError(
-                f"the bytes {owner.path!r} are written into in {what}",
-                fix="write before, or use a jax.numpy array",
-            )
-
-
-def _refuse_iterators(state: State, what: str) -> None:
-    """Refuse a block that can move on an iterator which it has not made."""
-    for name, iterator in state.iterators:
-        raise ControlFlowError(
-            f"{name!r} is moved on in {what}, which is traced whether it runs or not",
-            got=f"a {type(iterator).__name__} from before it",
-            fix="take what it needs before, or make it there",
-        )
-
-
-@contextmanager
-def _counted_block(what: str) -> Iterator[None]:
-    """Count a block that is being traced."""
-    conversion = current()
-    if conversion is None:
-        yield
-        return
-    if not conversion.blocks:
-        held = [(owner, owner.content()) for owner, _ in conversion.library_state]
-        conversion.library_state[:] = held
-    conversion.blocks += 1
-    try:
-        yield
-        conversion.require_library_state_unchanged(what)
-    finally:
-        conversion.blocks -= 1
 
 
 @contextmanager

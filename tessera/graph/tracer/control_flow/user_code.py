@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the user's code from libraries, and list the names that it uses.
+"""Tell the user's code from libraries: only the user's functions are converted."""
 
-Only the user's functions are converted, and only their code can name the variables and
-objects that a branch may change. Libraries are left alone.
-"""
-
-import functools
 import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Mapping
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -77,62 +72,6 @@ def target_of(function: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
     if isinstance(function, FunctionType) and is_user_function(function):
         return function, bound
     return None, ()
-
-
-def free_variables(function: FunctionType) -> Iterator[tuple[str, CellType]]:
-    """The variables that a function closes over, by the names that it has for them."""
-    cells: tuple[CellType, ...] = function.__closure__ or ()
-    yield from zip(function.__code__.co_freevars, cells, strict=True)
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> frozenset[str]:
-    """Globals and attributes that some code names, nested functions included.
-
-    Text is taken for names too: ``getattr(model, "scale")`` names an attribute.
-    """
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            found.add(constant)
-    return frozenset(found)
-
-
-def prints(function: Any, seen: set[int] | None = None) -> bool:
-    """Whether a function calls ``print``, or one of those that it calls by name."""
-    seen = set() if seen is None else seen
-    function = getattr(function, "body", function)
-    if isinstance(function, functools.partial):
-        function = function.func
-    wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is not None and prints(wrapped, seen):
-        return True
-    target, _ = target_of(function)
-    if target is None or id(target) in seen:
-        return False
-    seen.add(id(target))
-    names = names_in(target.__code__)
-    known = target.__globals__
-    if "print" in names and known.get("print", print) is print:
-        return True
-    called = [known[name] for name in names if name in known]
-    for _, cell in free_variables(target):
-        try:
-            called.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    for value in called:
-        if isinstance(value, ModuleType):
-            there = [vars(value).get(name) for name in names]
-            if any(
-                prints(each, seen) for each in there if isinstance(each, FunctionType)
-            ):
-                return True
-        elif callable(value) and prints(value, seen):
-            return True
-    return False
 
 
 def line_of(error: BaseException) -> tuple[str, str]:

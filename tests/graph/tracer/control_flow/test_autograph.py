@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import op
 from tessera.errors import ControlFlowError
-from tessera.graph.tracer.control_flow import autograph, converted_calls, user_code
+from tessera.graph.tracer.control_flow import autograph, converted_calls
 
 X = jnp.arange(3.0)
 YES = jnp.array(True)
@@ -76,24 +76,6 @@ def test_a_function_is_traced_as_it_is_only_once(conversions, monkeypatch):
     function(X, YES, "b")
     assert traces == ["as it is", "converted", "converted"]
     assert conversions == ["function"]
-
-
-def test_prints_is_found_through_what_is_called():
-    def shout(x):
-        print(x)  # noqa: T201
-
-    def caller(x):
-        return [shout(each) for each in x]
-
-    class Model:
-        def __call__(self, x):
-            return caller(x)
-
-    assert user_code.prints(caller)
-    assert user_code.prints(Model())
-    assert user_code.prints(ts.function(caller))
-    assert not user_code.prints(jnp.sum)
-    assert not user_code.prints(lambda x: x)
 
 
 def test_a_filter_of_a_comprehension_cannot_be_converted():

@@ -196,7 +196,7 @@ def test_an_iterator_from_before_a_branch_is_not_moved_on_in_it(make, use):
 
     if make in (ITERATORS["count"], ITERATORS["cycle"]):
         use = next  # they do not end
-    with pytest.raises(ControlFlowError, match="'values' is moved on in the `if`"):
+    with pytest.raises(ControlFlowError, match="the iterator 'values' is used"):
         function(X, NO)
 
 
@@ -208,7 +208,7 @@ def test_a_container_that_a_library_may_keep_is_not_changed_in_a_branch():
             state["n"] = x
         return x
 
-    with pytest.raises(ControlFlowError, match="is changed in the `if`"):
+    with pytest.raises(ControlFlowError, match="'state' is changed at"):
         function(X, NO)
     assert shared() == {"n": 0}
 
@@ -244,7 +244,7 @@ def test_a_loop_over_rows_may_move_on_an_iterator():
             x = x + row * next(values) if row > 0 else x
         return x
 
-    with pytest.raises(ControlFlowError, match="'values' is moved on"):
+    with pytest.raises(ControlFlowError, match="the iterator 'values' is used"):
         function(X, jnp.arange(3.0))
 
     @ts.function
@@ -334,7 +334,7 @@ def test_an_object_of_a_library_is_not_assigned_into_in_a_branch():
             local.n = x
         return x
 
-    with pytest.raises(ControlFlowError, match=r"an assignment into a _thread\._local"):
+    with pytest.raises(ControlFlowError, match="'local' is changed at"):
         function(X, NO)
 
 
@@ -359,17 +359,32 @@ def test_random_numbers_are_not_drawn_in_a_branch(draw):
     assert held() == before
 
 
-def test_what_straight_code_changes_outside_is_changed_once_by_a_call():
-    calls, seen = [], {"n": 0}
+def straight_list(calls):
+    calls.append("call")
+
+
+def straight_entry(calls):
+    calls[0] = "call"
+
+
+def straight_attribute(calls):
+    box.n = box.n + 1
+
+
+@pytest.mark.parametrize("change", [straight_list, straight_entry, straight_attribute])
+def test_straight_code_of_a_converted_function_changes_nothing_outside(change):
+    calls = [""]
 
     @ts.function
     def function(x, flag):
-        calls.append("call")
-        seen["n"] += 1
-        return x * seen["n"] if flag else x
+        if flag:
+            x = -x
+        change(calls)
+        return x
 
-    assert float(function(X, YES)) == 2
-    assert (calls, seen) == (["call"], {"n": 1})
+    with pytest.raises(ControlFlowError, match="and this call has not made it"):
+        function(X, YES)
+    assert (calls, box.n) == ([""], 0)
 
 
 def test_straight_code_of_a_converted_function_writes_into_no_array_outside():
@@ -378,24 +393,9 @@ def test_straight_code_of_a_converted_function_writes_into_no_array_outside():
         numbers[0] += 1
         return x if flag else -x
 
-    with pytest.raises(ControlFlowError, match="a NumPy array is written into"):
+    with pytest.raises(ControlFlowError, match="'numbers' is changed at"):
         function(X, YES)
     numbers[0] = 0
-
-
-@pytest.mark.slow(reason="it compiles several programs")
-def test_parameters_that_are_found_by_tracing_again_do_not_repeat_changes():
-    from tessera import graph, op
-
-    names = []
-
-    @graph.training_step
-    def step(x):
-        names.append("step")
-        return op.transformer_block(x, depth=1, num_heads=2)
-
-    step.init(jax.random.key(0), jnp.ones((1, 2, 4)))
-    assert names == ["step"]
 
 
 def test_a_function_that_is_traced_twice_does_not_use_up_an_iterator():
@@ -406,7 +406,5 @@ def test_a_function_that_is_traced_twice_does_not_use_up_an_iterator():
         y = next(values)
         return x + y if flag else x
 
-    with pytest.raises(
-        ControlFlowError, match="by a function that is traced more than"
-    ):
+    with pytest.raises(ControlFlowError, match="the iterator 'values' is used"):
         function(X, YES)

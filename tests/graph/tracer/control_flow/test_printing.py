@@ -78,7 +78,6 @@ def test_formats_conversions_and_text_that_is_put_together(capsys):
         width = 8
         text = f"{x[1]:{width}.3f}|{n:>4}|{x!r:s}"
         print(text + "|" + str(n) + "|" + f"<{text}>")
-        print("{} and {:.1f}, {function:+d}".format(n, x[1], function=n))
         print(f"{n=}", f"{x[0].astype(jnp.bfloat16):.2f}")
         return x
 
@@ -86,20 +85,8 @@ def test_formats_conversions_and_text_that_is_put_together(capsys):
     text = "   1.000|   7|array([0., 1.], dtype=float32)"
     assert printed(capsys) == [
         f"{text}|7|<{text}>",
-        "7 and 1.0, +7",
         "n=7 0.00",
     ]
-
-
-def test_text_that_is_joined_and_old_formats(capsys):
-    @ts.function
-    def function(x, n):
-        print(", ".join(str(v) for v in (n, x[1], "text")))
-        print("%d of %5.2f: %s" % (n, x[1], x[0]))
-        return x
-
-    function(X, jnp.int32(7))
-    assert printed(capsys) == ["7, 1.0, text", "7 of  1.00: 0.0"]
 
 
 def text_of(x):
@@ -114,6 +101,8 @@ USES = {
     "a slice": lambda x: x * (text_of(x)[0] == "v"),
     "a method": lambda x: x * len(text_of(x).upper()),
     "a length": lambda x: x * len(str(x)),
+    "str.format": lambda x: print("{}".format(x)),
+    "a text in a container": lambda x: print([f"{x}"]),
 }
 
 
@@ -121,6 +110,28 @@ USES = {
 def test_text_that_is_only_known_when_the_program_runs_is_not_used_before(function):
     with pytest.raises(ControlFlowError, match="Python needs text at"):
         ts.function(function)(jnp.float32(1))
+
+
+def test_the_percent_operator_asks_for_the_value():
+    @ts.function
+    def function(x):
+        print("%s" % x)
+        return x
+
+    with pytest.raises(ControlFlowError, match="Python needs a value at"):
+        function(X)
+
+
+def test_prints_are_found_wherever_they_are(capsys):
+    table = {"log": print}
+
+    @ts.function
+    def function(x):
+        table["log"]("x", x[1])
+        return x
+
+    function(X)
+    assert printed(capsys)[-1] == "x 1.0"
 
 
 def test_text_that_is_written_into_an_argument_is_refused():

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What converted code may change: the objects that the call has made or was given.
+
+They are recorded as they are made: dicts, lists and sets that the code writes down,
+objects of classes that it calls, copies that libraries return, arguments. Stores into
+anything else are refused by name, and so is a call of a library that changes anything
+else. A block changes what is recorded before it, and ``block_state.py`` compares that;
+NumPy arrays and iterators are not compared, so a block may only change its own.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera.errors import ControlFlowError
+from tessera.graph.tracer.control_flow.absent_values import Unusable
+from tessera.graph.tracer.control_flow.active_conversion import Conversion, current
+from tessera.graph.tracer.control_flow.object_content import (
+    BUFFERS,
+    CONTAINERS,
+    content,
+    is_compared,
+    is_iterator,
+    is_of_flax,
+    restored,
+    snapshot,
+)
+from tessera.graph.tracer.control_flow.user_code import user_line
+from tessera.jax_compat import jaxprs
+
+# These change no Python object that they are given, and return new containers.
+_FUNCTIONAL = ("jax", "jaxlib", "flax", "optax", "tessera")
+_RETURN_NEW = (*_FUNCTIONAL, "collections", "copy", "dataclasses", "json", "numpy")
+
+
+def mutable_objects(values: Iterable[Any]) -> dict[int, Any]:
+    """Containers, objects, arrays and iterators in some values, by id.
+
+    Nested containers and pytrees are followed, attributes of objects are not.
+    """
+    found: dict[int, Any] = {}
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in found or isinstance(value, (str, jax.Array)):
+            continue
+        if isinstance(value, BUFFERS) or is_compared(value) or is_iterator(value):
+            found[id(value)] = value
+        waiting += _parts(value)
+    return found
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return dict.values(value)
+    if isinstance(value, (list, tuple, deque)):
+        return value
+    level = jax.tree_util.default_registry.flatten_one_level(value)
+    return [] if level is None else level[0]
+
+
+def _with_attributes(values: Iterable[Any]) -> list[Any]:
+    """Some values, and the attributes of those that are objects of plain classes."""
+    found = [*values]
+    for value in tuple(found):
+        if is_compared(value) and not isinstance(value, CONTAINERS):
+            found += content(value).values()
+    return found
+
+
+def foreign_parts(objects: Iterable[Any]) -> list[Any]:
+    """Containers and objects within the call's own that it has not made itself."""
+    conversion = current()
+    own = conversion.own if conversion else {}
+    parts = mutable_objects(_with_attributes(objects))
+    return [v for i, v in parts.items() if i not in own and is_compared(v)]
+
+
+# --- recording
+
+
+def made(value: Any) -> Any:
+    """Record that the value of an expression is new, and return it."""
+    conversion = current()
+    kinds = (*CONTAINERS, *BUFFERS, FunctionType, type)
+    if conversion is not None and (isinstance(value, kinds) or is_iterator(value)):
+        conversion.adopt([value])
+    return value
+
+
+def adopt_arguments(*values: Any) -> None:
+    """Record what a library hands to a function of the user, and has made for it."""
+    conversion = current()
+    if conversion is not None:
+        objects = mutable_objects(values)
+        conversion.adopt(v for i, v in objects.items() if i not in conversion.visible)
+
+
+def adopt_result(result: Any, function: Any, given: Iterable[Any]) -> None:
+    """Record what a call has made of what it was given."""
+    conversion = current()
+    if conversion is None:
+        return
+    known = mutable_objects(_with_attributes(given))
+    if isinstance(function, type):
+        if not isinstance(function.__new__, FunctionType):
+            objects = [result, *_containers_of(result)]
+            conversion.adopt(v for v in objects if id(v) not in known)
+    elif _package(function) in _RETURN_NEW:
+        objects = mutable_objects(_with_attributes([result]))
+        conversion.adopt(v for i, v in objects.items() if i not in known)
+    elif is_iterator(result) or function is sorted or _is_copy(function):
+        conversion.adopt([result] if function is not next else [])
+    shared = (i for i, v in known.items() if is_iterator(v))
+    if is_iterator(result) and id(result) in conversion.own:
+        conversion.fresh |= (
+            {id(result)} if conversion.fresh.issuperset(shared) else set()
+        )
+
+
+def _containers_of(made: Any) -> list[Any]:
+    """Containers that a constructor has made, such as defaults of a dataclass."""
+    return [v for v in _with_attributes([made])[1:] if isinstance(v, CONTAINERS)]
+
+
+def _is_copy(function: Any) -> bool:
+    return getattr(function, "__name__", "") == "copy" and hasattr(function, "__self__")
+
+
+def _package(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or type(owner).__module__
+    return str(module).partition(".")[0]
+
+
+# --- checking
+
+
+def load(value: Any, name: str) -> Any:
+    """An iterator that is named; it must be one that the block has made."""
+    conversion = current()
+    if type(value) is Unusable:
+        value.read()
+    if conversion is None or not is_iterator(value):
+        return value
+    conversion.fresh.discard(id(value))
+    if not _is_of_block(value, conversion):
+        raise ControlFlowError(
+            f"the iterator {name!r} is used at {user_line()}, by code that is traced "
+            "whether it runs or not, or more than once",
+            got=f"a {type(value).__name__} from before",
+            fix="take what is needed from it before, or make a list of it",
+        )
+    return value
+
+
+def _is_of_block(value: Any, conversion: Conversion) -> bool:
+    """Whether the block that is being traced has made an object."""
+    while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
+        value = value.base
+    _, depth = conversion.own.get(id(value), (None, -1))
+    return depth == conversion.blocks
+
+
+def _may_change(value: Any, conversion: Conversion) -> bool:
+    if is_compared(value) or isinstance(value, (FunctionType, type)):
+        return id(value) in conversion.own
+    return _is_of_block(value, conversion)
+
+
+def written(value: Any, name: str) -> Any:
+    """Check that code may assign into an object, and return the object.
+
+    Raises:
+      ControlFlowError: [T319] it may not.
+    """
+    conversion = current()
+    is_traced = isinstance(value, (jax.Array, jax.Ref, jaxprs.Tracer))
+    if conversion is None or is_traced or is_of_flax(value):
+        return value
+    if not _may_change(value, conversion):
+        raise change_error(value, f"{name!r} is changed")
+    return value
+
+
+def in_place(value: Any, name: str) -> None:
+    """Check that ``+=`` may change an object in place, if it can."""
+    if hasattr(type(value), "__iadd__") or isinstance(value, (dict, set)):
+        written(value, name)
+
+
+def change_error(value: Any, change: str) -> ControlFlowError:
+    """The error [T319] for a change of what converted code may not change."""
+    if isinstance(value, BUFFERS):
+        got = "a NumPy array or bytes from outside, or from before the branch or loop"
+    else:
+        got = f"a {type(value).__name__} that is global, closed over or a library's, "
+        got += "or one of two that a branch chose between"
+    return ControlFlowError(
+        f"{change} at {user_line()}, and this call has not made it",
+        got=got,
+        fix="pass it as an argument and assign into that, or return the new value\n"
+        "change a copy, such as dict(x), list(x) or x.copy()",
+    )
+
+
+@contextmanager
+def only_own_changed(function: Any, given: list[Any]) -> Iterator[None]:
+    """Run a library's function, and refuse what it changes beside the call's own."""
+    conversion = current()
+    if conversion is None:
+        yield
+        return
+    objects = mutable_objects(_with_attributes(given))
+    before = conversion.visible
+    conversion.visible = frozenset(objects)
+    foreign = [v for v in objects.values() if not _may_change(v, conversion)]
+    is_reader = _package(function) in _FUNCTIONAL
+    is_builtin = _package(function) == "builtins" and given[0] is None
+    snapshots = [
+        (value, snapshot(value))
+        for value in (() if is_reader else foreign)
+        if not is_iterator(value) and not (is_builtin and isinstance(value, np.ndarray))
+    ]
+    try:
+        yield
+    finally:
+        conversion.visible = before
+        name = getattr(function, "__qualname__", repr(function))
+        for value, held in snapshots:
+            if restored(value, held):
+                raise change_error(value, f"what {name}() is given is changed")
