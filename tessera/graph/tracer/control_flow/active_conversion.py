@@ -32,7 +32,8 @@ class Conversion:
       own: What the call has made or was given, by id, and how many blocks were being
         traced then. Nothing else may be changed.
       fresh: Ids of iterators that only the expression that made them refers to.
-      visible: Ids of the objects that the library function being called was given.
+      visible: Ids of the objects that the function of JAX being called was given: what
+        else it hands to a user's function is new. None in the user's code.
       failures: Functions that could not be converted, and why.
       value_requests: The user's lines that needed the number of a traced value.
       blocks: The nesting depth of the branches and loop bodies being traced.
@@ -41,7 +42,7 @@ class Conversion:
     package: str
     own: dict[int, tuple[Any, int]] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
-    visible: frozenset[int] = frozenset()
+    visible: frozenset[int] | None = frozenset()
     failures: dict[str, str] = field(default_factory=dict)
     value_requests: list[str] = field(default_factory=list)
     blocks: int = 0

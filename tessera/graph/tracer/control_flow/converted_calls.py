@@ -309,8 +309,8 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        own_objects.adopt_arguments(*args, *kwargs.values())
-        return converted_call(function, *args, **kwargs)
+        with own_objects.arguments_adopted(*args, *kwargs.values()):
+            return converted_call(function, *args, **kwargs)
 
     return run
 

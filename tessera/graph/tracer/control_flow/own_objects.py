@@ -11,7 +11,7 @@ NumPy arrays and iterators are not compared, so a block may only change its own.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import jax
@@ -93,12 +93,21 @@ def made(value: Any) -> Any:
     return value
 
 
-def adopt_arguments(*values: Any) -> None:
-    """Record what a library hands to a function of the user, and has made for it."""
+@contextmanager
+def arguments_adopted(*values: Any) -> Iterator[None]:
+    """Record what JAX hands to a function of the user, and has made for it."""
     conversion = current()
-    if conversion is not None:
+    if conversion is None:
+        yield
+        return
+    visible, conversion.visible = conversion.visible, None
+    if visible is not None:
         objects = mutable_objects(values)
-        conversion.adopt(v for i, v in objects.items() if i not in conversion.visible)
+        conversion.adopt(v for i, v in objects.items() if i not in visible)
+    try:
+        yield
+    finally:
+        conversion.visible = visible
 
 
 def adopt_result(result: Any, function: Any, given: Iterable[Any]) -> None:
@@ -115,12 +124,12 @@ def adopt_result(result: Any, function: Any, given: Iterable[Any]) -> None:
         objects = mutable_objects(_with_attributes([result]))
         conversion.adopt(v for i, v in objects.items() if i not in known)
     elif is_iterator(result) or function is sorted or _is_copy(function):
-        conversion.adopt([result] if function is not next else [])
-    shared = (i for i, v in known.items() if is_iterator(v))
-    if is_iterator(result) and id(result) in conversion.own:
-        conversion.fresh |= (
-            {id(result)} if conversion.fresh.issuperset(shared) else set()
-        )
+        is_new = function is not next and id(result) not in known
+        conversion.adopt([result] if is_new else [])
+    shared = {i for i, v in known.items() if is_iterator(v)}
+    is_own = is_iterator(result) and id(result) in conversion.own
+    if is_own and shared <= conversion.fresh:
+        conversion.fresh.add(id(result))
 
 
 def _containers_of(made: Any) -> list[Any]:
@@ -133,8 +142,15 @@ def _is_copy(function: Any) -> bool:
 
 
 def _package(function: Any) -> str:
-    owner = getattr(function, "__self__", None)
-    module = getattr(function, "__module__", None) or type(owner).__module__
+    """The package that a function is from, whatever it wraps."""
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        module = function.__globals__.get("__name__")
+    elif isinstance(function, (BuiltinFunctionType, type)):
+        owner = getattr(function, "__self__", None)
+        module = function.__module__ or type(owner).__module__
+    else:
+        module = type(function).__module__
     return str(module).partition(".")[0]
 
 
@@ -168,9 +184,9 @@ def _is_of_block(value: Any, conversion: Conversion) -> bool:
 
 
 def _may_change(value: Any, conversion: Conversion) -> bool:
-    if is_compared(value) or isinstance(value, (FunctionType, type)):
-        return id(value) in conversion.own
-    return _is_of_block(value, conversion)
+    """Whether it is compared and the call's own, or made by the block itself."""
+    is_own = id(value) in conversion.own
+    return is_own if is_compared(value) else _is_of_block(value, conversion)
 
 
 def written(value: Any, name: str) -> Any:
@@ -218,13 +234,13 @@ def only_own_changed(function: Any, given: list[Any]) -> Iterator[None]:
         return
     objects = mutable_objects(_with_attributes(given))
     before = conversion.visible
-    conversion.visible = frozenset(objects)
+    is_functional = _package(function) in _FUNCTIONAL
+    conversion.visible = frozenset(objects) if is_functional else None
     foreign = [v for v in objects.values() if not _may_change(v, conversion)]
-    is_reader = _package(function) in _FUNCTIONAL
     is_builtin = _package(function) == "builtins" and given[0] is None
     snapshots = [
         (value, snapshot(value))
-        for value in (() if is_reader else foreign)
+        for value in (() if is_functional else foreign)
         if not is_iterator(value) and not (is_builtin and isinstance(value, np.ndarray))
     ]
     try:
