@@ -34,6 +34,7 @@ class Conversion:
       fresh: Ids of iterators that only the expression that made them refers to.
       visible: Ids of the objects that the function of JAX being called was given: what
         else it hands to a user's function is new. None in the user's code.
+      callbacks: What libraries are given in place of the user's functions.
       failures: Functions that could not be converted, and why.
       value_requests: The user's lines that needed the number of a traced value.
       blocks: The nesting depth of the branches and loop bodies being traced.
@@ -43,6 +44,7 @@ class Conversion:
     own: dict[int, tuple[Any, int]] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     visible: frozenset[int] | None = frozenset()
+    callbacks: dict[Any, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     value_requests: list[str] = field(default_factory=list)
     blocks: int = 0

@@ -72,7 +72,7 @@ def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
         return converted_call(function.func, *function.args, *args, **kwargs)
-    builtin = _builtin(function, args)
+    builtin = _builtin(function)
     if builtin is not None:
         return builtin(*args, **kwargs)
     if _has_plain_constructor(function):
@@ -178,16 +178,14 @@ def _checked(assign: Callable[..., None]) -> Callable[..., None]:
     return assign_checked
 
 
-def _builtin(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+def _builtin(function: Any) -> Callable[..., Any] | None:
     """The replacement of a built-in function that takes traced values, if any."""
     if function is builtins.print or function is traces.python_print:
         return printing.print_
     if not (inspect.isbuiltin(function) or isinstance(function, type)):
         return None
-    if isinstance(getattr(function, "__self__", None), str) and printing.is_traced(
-        args
-    ):
-        raise printing.text_error(f"str.{function.__name__}")
+    if isinstance(getattr(function, "__self__", None), str):
+        return functools.partial(printing.method_of_text, function)
     return _BUILTINS.get(function)
 
 
@@ -315,9 +313,6 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_callbacks: "weakref.WeakKeyDictionary[FunctionType, Any]" = weakref.WeakKeyDictionary()
-
-
 def _callback(value: Any) -> Any:
     """A callback passed to a library, converted if it is the user's.
 
@@ -326,10 +321,9 @@ def _callback(value: Any) -> Any:
     if not isinstance(value, (FunctionType, MethodType, functools.partial)):
         return value
     target, _ = target_of(getattr(value, "func", value))
+    conversion = current()
     if target is None or converted(target) is None:
         return value
-    if not isinstance(value, FunctionType):
+    if conversion is None or not isinstance(value, FunctionType):
         return as_callback(value)
-    if value not in _callbacks:
-        _callbacks[value] = as_callback(value)
-    return _callbacks[value]
+    return conversion.callbacks.setdefault(value, as_callback(value))

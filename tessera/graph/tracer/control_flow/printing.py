@@ -5,7 +5,7 @@ It prints the values of the run, and in a branch only if the branch is taken. Te
 is formatted from traced values keeps them until then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -78,6 +78,14 @@ def str_(*args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and is_traced(args[0]):
         return format_string((args[0], "", ""))
     return str(*args, **kwargs)
+
+
+def method_of_text(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A method of Python's text, such as ``format`` and ``join``."""
+    args = tuple([*each] if isinstance(each, Iterator) else each for each in args)
+    if is_traced((args, kwargs)):
+        raise text_error(f"str.{method.__name__}")
+    return method(*args, **kwargs)
 
 
 def is_traced(values: Any) -> bool:

@@ -102,6 +102,7 @@ USES = {
     "a method": lambda x: x * len(text_of(x).upper()),
     "a length": lambda x: x * len(str(x)),
     "str.format": lambda x: print("{}".format(x)),
+    "str.join": lambda x: print(", ".join(str(v) for v in [x])),
     "a text in a container": lambda x: print([f"{x}"]),
 }
 
