@@ -23,7 +23,7 @@ from tessera.train.loop.pipelined_model import schedule_of
 from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderModel, config_of
-from tessera.train.models.decoder.router_metrics import ROUTER_METRICS
+from tessera.train.models.decoder.expert_mlp import ROUTER_METRICS
 from tessera.train.models.pipeline_stages import split_of
 
 pytestmark = pytest.mark.full

@@ -11,7 +11,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
 from tessera.errors import (
@@ -107,22 +107,19 @@ def register_model(
     return register
 
 
+@dataclass(eq=False)
 class RegisteredDefinition(ModelDefinition):
     """What ``register_model`` was given."""
 
-    def __init__(
-        self,
-        target: Any,
-        config: type,
-        dims: Mapping[str, str],
-        inputs: tuple[str, ...],
-        init: Callable[..., Tree] | None,
-        blocks: str | None = None,
-    ) -> None:
-        self.name = f"{target.__module__}:{target.__name__}"
-        self.config_class = config
-        self.target, self.dims, self.inputs, self.init = target, dims, inputs, init
-        self.blocks = blocks
+    target: Any
+    config_class: type
+    dims: Mapping[str, str]
+    inputs: tuple[str, ...]
+    init: Callable[..., Tree] | None
+    blocks: str | None
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.target.__module__}:{self.target.__name__}"
 
     def build(
         self, config: Any, options: ModelOptions, mesh: Mesh | None

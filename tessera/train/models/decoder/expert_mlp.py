@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture-of-experts MLP for a decoder block.
+"""A mixture-of-experts MLP for a decoder block, and the losses of its router.
 
 ``tessera.ops.moe`` computes the layer; this module declares its parameters, stacked
 over layers as in ``layers.py``, and their layout.
 """
 
+from collections.abc import Mapping
+from typing import Final
+
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -18,6 +22,16 @@ from tessera.train.models.partition_rules import Placement
 
 # Logical dim names of [batch, sequence, d_model] activations.
 Names = tuple[str | None, ...]
+
+
+ROUTER_METRICS: Final = (
+    "router_loss",
+    "router_balance_loss",
+    "router_z_loss",
+    "router_entropy",
+    "router_dropped_fraction",
+    "router_max_load",
+)
 
 
 class Experts(nnx.Module):
@@ -76,3 +90,41 @@ def _layout(place: Placement, names: Names) -> ExpertLayout:
         hidden=place.axes("mlp"),
         embed=place.axes("embed"),
     )
+
+
+def router_sums(
+    config: DecoderConfig, statistics: Mapping[str, Array], tokens: Float[Array, ""]
+) -> dict[str, Float[Array, ""]]:
+    """The numbers of one microbatch's routers, each times its number of tokens.
+
+    So they add up over microbatches, and over the parts of a model, as the summed
+    cross-entropy does, and share its divisor. ``router_loss`` is the one that is
+    trained: the weighted losses of all layers. The others are means over layers;
+    ``router_max_load`` is how often a layer's most popular expert was chosen, in
+    multiples of what would be even.
+
+    Args:
+      config: For the weights and the number of layers.
+      statistics: Per layer, as ``Decoder.decode`` gives them, of all layers or some.
+      tokens: Targets that count.
+
+    Returns:
+      f32 scalars by the names of ``ROUTER_METRICS``; nothing without experts.
+    """
+    if not statistics:
+        return {}
+    balance, z = statistics["load_balancing_loss"].sum(), statistics["z_loss"].sum()
+    counts = statistics["tokens_per_expert"]
+    # A layer that is not there has no counts.
+    load = counts.max(axis=-1) / jnp.maximum(counts.mean(axis=-1), 1e-9)
+    values = (
+        config.router_balance_weight * balance + config.router_z_weight * z,
+        balance / config.num_layers,
+        z / config.num_layers,
+        statistics["entropy"].sum() / config.num_layers,
+        statistics["dropped_fraction"].sum() / config.num_layers,
+        load.sum() / config.num_layers,
+    )
+    return {
+        name: tokens * value for name, value in zip(ROUTER_METRICS, values, strict=True)
+    }

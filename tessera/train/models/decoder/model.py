@@ -29,9 +29,9 @@ from tessera.train.models.decoder.decoder import (
     Statistics,
     default_positions,
 )
+from tessera.train.models.decoder.expert_mlp import ROUTER_METRICS, router_sums
 from tessera.train.models.decoder.head_division import check_heads
 from tessera.train.models.decoder.rotary import rotation
-from tessera.train.models.decoder.router_metrics import ROUTER_METRICS, router_sums
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import policies_of_stage, scan_layers
 from tessera.train.models.model import Batch, DimNames, Model, Sums, num_targets

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.train.models import config_of
-from tessera.train.models.decoder.router_metrics import ROUTER_METRICS, router_sums
+from tessera.train.models.decoder.expert_mlp import ROUTER_METRICS, router_sums
 
 CONFIG = config_of("moe_tiny")
 STATISTICS = {
