@@ -112,7 +112,7 @@ class StepConfig:
             loss_scale=loss_scale,
             zero_stage=self.zero_stage,
         )
-        spikes = self.spikes and self.spikes.specs
+        spikes = None if self.spikes is None else self.spikes.specs
         return replace(specs, residual=self.exchange.residual_specs, spikes=spikes)
 
     @property

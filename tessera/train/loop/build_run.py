@@ -207,7 +207,7 @@ class Run:
         shapes = replace(
             abstract_state(self.model, config.optimizer, loss_scale=self.loss_scale),
             residual=config.exchange.abstract_residual,
-            spikes=guard and guard.abstract_window,
+            spikes=None if guard is None else guard.abstract_window,
         )
         specs = config.state_specs(self.loss_scale)
         state = jax.tree.map(self._struct, shapes, specs)
