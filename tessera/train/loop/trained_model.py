@@ -2,11 +2,12 @@
 """``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -39,12 +40,7 @@ from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.model import DecoderModel
 from tessera.train.models.definition import ModelOptions, import_module
-from tessera.train.models.families.published import GENERATION_FILE
-from tessera.train.models.families.registry import (
-    CONFIG_FILE,
-    read_config_file,
-    read_object,
-)
+from tessera.train.models.families.published import Published, read_published
 from tessera.train.models.model import Model
 from tessera.train.models.model_folder import ModelFolder
 from tessera.train.models.weights import import_weights
@@ -228,6 +224,7 @@ def _folder(path: Path) -> TrainedModel:
     name = str(path / names[0])
     tokenizer = load_tokenizer(name)
     separator = () if tokenizer.separator is None else (tokenizer.separator,)
+    published = read_published(path)
     # A tokenizer.json says which tokens precede a text; for Qwen there are none.
     is_json = isinstance(tokenizer, JsonTokenizer)
     prefix = tuple(tokenizer.prefix) if is_json else separator
@@ -236,38 +233,34 @@ def _folder(path: Path) -> TrainedModel:
         name,
         tokenizer,
         prefix,
-        _ends(path),
-        _max_length(path),
+        _ends(path, published),
+        _max_length(published.config),
         partial(import_weights, path, model),
     )
 
 
-def _max_length(path: Path) -> int | None:
-    values = read_config_file(path)
-    length = {**values, **(values.get("text_config") or {})}.get(
-        "max_position_embeddings"
-    )
+def _max_length(config: Mapping[str, Any]) -> int | None:
+    values = {**config, **(config.get("text_config") or {})}
+    length = values.get("max_position_embeddings")
     return length if type(length) is int and length > 0 else None
 
 
-def _ends(path: Path) -> tuple[int, ...]:
+def _ends(path: Path, published: Published) -> tuple[int, ...]:
     """The tokens that end a text, by the first file that says so.
 
     Raises:
-      ModelFolderError: [T806] it cannot be read, or names no tokens.
+      ModelFolderError: [T806] it names no tokens.
     """
-    for name in (GENERATION_FILE, CONFIG_FILE):
-        if not (path / name).is_file():
-            continue
-        ends = read_object(path / name)[1].get("eos_token_id")
-        if ends is None:
-            continue
-        ends = ends if isinstance(ends, list) else [ends]
-        if not all(type(end) is int for end in ends):
-            raise ModelFolderError(
-                f"the tokens that end a text are not those of {path / name}",
-                got=f"eos_token_id = {str(ends)[:80]}",
-                fix="write the number of a token, or a list of numbers",
-            )
-        return tuple(ends)
-    return ()
+    ends = published.generation.get("eos_token_id")
+    if ends is None:
+        ends = published.config.get("eos_token_id")
+    if ends is None:
+        return ()
+    ends = ends if isinstance(ends, list) else [ends]
+    if not all(type(end) is int for end in ends):
+        raise ModelFolderError(
+            f"the tokens that end a text are not those of the model in {path}",
+            got=f"eos_token_id = {str(ends)[:80]}",
+            fix="write the number of a token, or a list of numbers",
+        )
+    return tuple(ends)
