@@ -5,11 +5,12 @@ Nothing runs: the times are those of the schedule that the compiler wrote, execu
 the figures of a target.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from tessera.analysis import hlo
 from tessera.analysis.collective import KINDS
-from tessera.analysis.hlo import Instruction, Module
+from tessera.analysis.hlo import Computation, Instruction, Module
 from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.ledger import HasText
 from tessera.analysis.source_lines import user_line
@@ -17,11 +18,10 @@ from tessera.analysis.timeline.event import COMPUTE, Event
 from tessera.analysis.timeline.operation_times import OperationTimes
 from tessera.analysis.timeline.report import Communication, Timeline
 from tessera.analysis.timeline.schedule import TimedSteps
-from tessera.analysis.timeline.simulation import Simulation, Slice, Totals
+from tessera.analysis.timeline.simulation import Simulation, Slice
 from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
-from tessera.targets.link_routes import UsedLink
 from tessera.targets.target import Target
 
 
@@ -66,30 +66,49 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
     return _report(TimedSteps(module, mesh, mesh.target), module, mesh.target)
 
 
-def _report(schedule: TimedSteps, module: Module, target: Target) -> Timeline:
-    run = Simulation(schedule.steps)
+def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
+    run = Simulation(steps.steps)
     totals = run.totals
     transfers = {s.transfer.name: s.transfer for s in run.slices if s.transfer}
-    communication: dict[tuple[str, ...], Communication] = {}
+    spent: dict[tuple[str, ...], list[float]] = {}
     for name, transfer in transfers.items():
         if transfer.kind not in (COPY, COMPUTATION):
-            before = communication.get(transfer.axes, Communication(0.0, 0.0, 0.0))
-            communication[transfer.axes] = Communication(
-                before.seconds + totals.transferred[name],
-                before.exposed + totals.waited[name],
-                before.hidden + totals.hidden[name],
-            )
-    labels = _labels(target, list(transfers.values()))
-    sources = _Sources(module)
+            sums = spent.setdefault(transfer.axes, [0.0, 0.0, 0.0])
+            sums[0] += totals.transferred[name]
+            sums[1] += totals.waited[name]
+            sums[2] += totals.hidden[name]
+    streams = _streams(target, transfers.values())
+    places = {
+        name: computation
+        for computation in module.computations.values()
+        for name in computation.instructions
+    }
+    origins = (_origin(module, places, each) for each in run.slices)
     return Timeline(
         target=target.name,
         rule=_rule(module, target),
         seconds=run.now + target.machine.overhead["step"],
         computation=dict(totals.compute),
-        communication=communication,
+        communication={axes: Communication(*sums) for axes, sums in spent.items()},
         conditional=totals.conditional,
         unknown_loops=totals.unknown_loops,
-        events=tuple(_event(sources, each, labels, totals) for each in run.slices),
+        events=tuple(
+            Event(
+                name=each.instruction.name,
+                op_name=origin.op_name,
+                source=user_line(module.frames(origin)),
+                kind=each.kind,
+                axes=each.transfer.axes if each.transfer else (),
+                stream=streams[each.transfer.links] if each.transfer else COMPUTE,
+                start=each.start,
+                duration=each.duration,
+                each=each.each,
+                times=each.times,
+                exposed=totals.waited[each.instruction.name] if each.transfer else 0.0,
+                hidden=totals.hidden[each.instruction.name] if each.transfer else 0.0,
+            )
+            for each, origin in zip(run.slices, origins, strict=True)
+        ),
     )
 
 
@@ -104,18 +123,17 @@ def _rule(module: Module, target: Target) -> str:
     return rule
 
 
-def _labels(target: Target, transfers: Sequence[Transfer]) -> dict[object, str]:
+def _streams(target: Target, transfers: Iterable[Transfer]) -> dict[object, str]:
     """A name for all transfers that use the same links."""
-    labels: dict[object, str] = {}
-    taken: dict[str, int] = {}
+    streams: dict[object, str] = {}
+    taken = Counter[str]()
     for transfer in transfers:
-        if transfer.links in labels:
-            continue
-        label = _label(target, transfer)
-        taken[label] = taken.get(label, 0) + 1
-        number = taken[label]
-        labels[transfer.links] = f"{label} ({number})" if number > 1 else label
-    return labels
+        if transfer.links not in streams:
+            label = _label(target, transfer)
+            taken[label] += 1
+            number = f" ({taken[label]})" if taken[label] > 1 else ""
+            streams[transfer.links] = label + number
+    return streams
 
 
 def _label(target: Target, transfer: Transfer) -> str:
@@ -123,56 +141,23 @@ def _label(target: Target, transfer: Transfer) -> str:
         return "copies to the host" if HOST in transfer.links else "copies"
     if transfer.kind == COMPUTATION:
         return "asynchronous"
-    links: frozenset[UsedLink] = transfer.links
     levels = target.machine.links
     if target.machine.is_torus:
         return f"{levels[0].name} {'×'.join(transfer.axes)}"
-    return " + ".join(level.name for level in levels if level.name in links)
+    return " + ".join(level.name for level in levels if level.name in transfer.links)
 
 
-class _Sources:
-    """Finds the user's line of an instruction.
+def _origin(
+    module: Module, places: Mapping[str, Computation], drawn: Slice
+) -> Instruction:
+    """The instruction that has the user's line, such as a reader of what XLA inserted.
 
     Args:
       module: The program.
+      places: The computation of each of its instructions.
+      drawn: What it executes.
     """
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._places = {
-            name: computation
-            for computation in module.computations.values()
-            for name in computation.instructions
-        }
-
-    def origin(self, instruction: Instruction, kind: str) -> Instruction:
-        """The instruction that has the line, such as a reader of what XLA inserted."""
-        if kind in KINDS and not self._module.frames(instruction):
-            place = self._places[instruction.name]
-            return cause(self._module, Node(((place, instruction),)))
-        return instruction
-
-    def line(self, instruction: Instruction) -> str:
-        """``file:line``, or ``""``."""
-        return user_line(self._module.frames(instruction))
-
-
-def _event(
-    sources: _Sources, drawn: Slice, labels: dict[object, str], totals: Totals
-) -> Event:
-    transfer = drawn.transfer
-    origin, name = sources.origin(drawn.instruction, drawn.kind), drawn.instruction.name
-    return Event(
-        name=name,
-        op_name=origin.op_name,
-        source=sources.line(origin),
-        kind=drawn.kind,
-        axes=transfer.axes if transfer else (),
-        stream=labels[transfer.links] if transfer else COMPUTE,
-        start=drawn.start,
-        duration=drawn.duration,
-        each=drawn.each,
-        times=drawn.times,
-        exposed=totals.waited[name] if transfer else 0.0,
-        hidden=totals.hidden[name] if transfer else 0.0,
-    )
+    found = drawn.instruction
+    if drawn.kind not in KINDS or module.frames(found):
+        return found
+    return cause(module, Node(((places[found.name], found),)))

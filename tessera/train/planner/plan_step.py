@@ -29,13 +29,17 @@ class PlannedMesh:
       mesh: With the target.
       timeline: What a step takes, as predicted.
       memory: Bytes of a device, as the target's compiler says.
-      fits: Whether they are those of a device at most.
     """
 
     mesh: Mesh
     timeline: Timeline
     memory: Memory
-    fits: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has so much memory."""
+        target = self.mesh.target
+        return target is None or self.memory.peak <= target.machine.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,7 @@ class StepPlan:
         """A table, and what was rejected."""
         return "\n".join(self._lines())
 
-    def __str__(self) -> str:
-        return self.as_text()
+    __str__ = as_text
 
     def _lines(self) -> Iterator[str]:
         capacity = self.target.machine.memory_bytes
@@ -72,9 +75,9 @@ class StepPlan:
         for each in self.meshes:
             found, peak = each.timeline, each.memory.peak
             parts = (found.seconds, found.compute, found.exposed, found.idle)
-            share = f"{100 * peak / capacity:.0f} %" + (
-                " (too much)" if not each.fits else ""
-            )
+            share = f"{100 * peak / capacity:.0f} %"
+            if not each.fits:
+                share += " (too much)"
             times = map(format_seconds, parts)
             rows.append([each.mesh.topology, *times, format_bytes(peak), share])
         yield aligned(_COLUMNS, rows, right=_COLUMNS[1:])
@@ -129,7 +132,9 @@ def plan(
     candidates = meshes if meshes is not None else _meshes(step, found, axes)
     for mesh in candidates:
         try:
-            planned.append(_planned(step, arguments, mesh, found))
+            with mesh:
+                compiled = step.compile(*arguments)
+            planned.append(PlannedMesh(mesh, compiled.timeline, compiled.memory))
         except TesseraError as error:
             if error.code in ("T711", "T712", "T713"):
                 raise
@@ -143,16 +148,6 @@ def plan(
         )
     planned.sort(key=lambda each: (not each.fits, each.timeline.seconds))
     return StepPlan(found, tuple(planned), rejected)
-
-
-def _planned(
-    step: Function, arguments: tuple[Any, ...], mesh: Mesh, target: Target
-) -> PlannedMesh:
-    with mesh:
-        compiled = step.compile(*arguments)
-    memory = compiled.memory
-    fits = memory.peak <= target.machine.memory_bytes
-    return PlannedMesh(mesh, compiled.timeline, memory, fits)
 
 
 def _reasons(
@@ -189,17 +184,12 @@ def _meshes(
 def _named(step: Function) -> tuple[str, ...]:
     """The axes that the declared layouts of a step's arguments name."""
     names: dict[str, None] = {}
-
-    def note(value: Any) -> None:
+    rest: list[Any] = [*reversed(step.options.in_specs.values())]
+    while rest:
+        value = rest.pop()
         if isinstance(value, str):
             names[value] = None
-        elif isinstance(value, dict):
-            for item in value.values():
-                note(item)
-        elif isinstance(value, (PartitionSpec, tuple, list)):
-            for item in value:
-                note(item)
-
-    for spec in step.options.in_specs.values():
-        note(spec)
+        elif isinstance(value, (PartitionSpec, tuple, list, dict)):
+            inside = value.values() if isinstance(value, dict) else value
+            rest += reversed([*inside])
     return tuple(names)
