@@ -57,9 +57,9 @@ def as_json(measured: Measured, balance: Balance, ledger: Ledger) -> dict[str, A
     machine, data = machine_of_kind(balance.device_kind), measured.as_json()
     for entry in data["communication"]:
         rate = _bandwidth(measured, ledger, tuple(entry["axes"]))
-        is_known = rate and machine
-        entry["bytes_per_second"] = rate
-        entry["share_of_peak"] = rate / machine.links[0].bandwidth if is_known else None
+        entry["bytes_per_second"], entry["share_of_peak"] = rate, None
+        if rate and machine:
+            entry["share_of_peak"] = rate / machine.links[0].bandwidth
     achieved, least = balance.flops / measured.seconds, balance.compute
     data["matmul_flops_per_second"] = achieved
     data["matmul_share_of_peak"] = least / measured.seconds if least else None

@@ -108,17 +108,10 @@ class Timeline:
 
     def as_json(self) -> dict[str, Any]:
         """Totals and events as plain data for ``json.dumps``; times in seconds."""
+        names = "target", "rule", "seconds", "compute", "exposed", "overlapped"
+        names += "overlap", "idle", "conditional", "unknown_loops"
         return {
-            "target": self.target,
-            "rule": self.rule,
-            "seconds": self.seconds,
-            "compute": self.compute,
-            "exposed": self.exposed,
-            "overlapped": self.overlapped,
-            "overlap": self.overlap,
-            "idle": self.idle,
-            "conditional": self.conditional,
-            "unknown_loops": self.unknown_loops,
+            **{name: getattr(self, name) for name in names},
             "computation": dict(self.computation),
             "communication": [
                 {"axes": list(axes), **asdict(each)}

@@ -150,7 +150,8 @@ def write(found: Machine, path: Path) -> None:
     Raises:
       OSError: The file cannot be written.
     """
-    values, tables = {}, []
+    values: dict[str, Any] = {}
+    tables: list[tuple[str, Mapping[str, Any]]] = []
     for each in fields(found):
         value = getattr(found, each.name)
         if each.name == "links":
@@ -159,8 +160,8 @@ def write(found: Machine, path: Path) -> None:
             tables.append((f"[{each.name}]", value))
         elif each.name not in ("name", "file") and value != each.default:
             values[each.name] = value
-    parts = [("", values), *tables]
-    path.write_text("\n".join(_table(*part) for part in parts), encoding="utf-8")
+    parts = [_table(head, table) for head, table in [("", values), *tables]]
+    path.write_text("\n".join(parts), encoding="utf-8")
 
 
 def _table(head: str, values: Mapping[str, Any]) -> str:
@@ -177,7 +178,7 @@ def _repeated(step: Callable[[jax.Array, jax.Array], jax.Array]) -> _Body:
     """A step on the block of each device, which takes the result of the one before."""
 
     def body(x: jax.Array) -> jax.Array:
-        return lax.scan(lambda c, _: (step(c, x), None), x, length=_ITERATIONS)[0]
+        return lax.fori_loop(0, _ITERATIONS, lambda _, carry: step(carry, x), x)
 
     return body
 

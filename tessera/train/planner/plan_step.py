@@ -184,7 +184,7 @@ def _meshes(
 def _named(step: Function) -> tuple[str, ...]:
     """The axes that the declared layouts of a step's arguments name."""
     names: dict[str, None] = {}
-    rest: list[Any] = [*reversed(step.options.in_specs.values())]
+    rest: list[Any] = [*step.options.in_specs.values()][::-1]
     while rest:
         value = rest.pop()
         if isinstance(value, str):
