@@ -44,7 +44,7 @@ _SIZES: Final = frozenset(
 # --- calls, loops, branches and SPMD regions
 
 
-class Loop(NamedTuple):
+class WhileLoop(NamedTuple):
     """A ``while`` loop: its programs take their constants, then what is carried."""
 
     condition: Program
@@ -78,10 +78,10 @@ def branches(equation: Equation) -> tuple[Program, ...]:
     return equation.params["branches"]
 
 
-def while_loop(equation: Equation) -> Loop:
+def while_loop(equation: Equation) -> WhileLoop:
     """The two programs of a ``while`` loop, and the numbers of their constants."""
     params = equation.params
-    return Loop(
+    return WhileLoop(
         params["cond_jaxpr"],
         params["body_jaxpr"],
         params["cond_nconsts"],

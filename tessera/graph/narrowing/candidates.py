@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from tessera.foundations.primitive_properties import ARITHMETIC, BROADCASTS, RESHAPES
-from tessera.graph.narrowing.frames import Frame, Narrow, Scalar, State, Vector
+from tessera.graph.narrowing.frames import CallFrame, Narrow, Scalar, State, Vector
 from tessera.graph.narrowing.rules import (
     CUSTOM_CALLS,
     PAIRWISE,
@@ -21,7 +21,7 @@ _Known: TypeAlias = tuple[list[State], list[bool]]
 
 
 def find_candidates(
-    frame: Frame, states: Sequence[State], computed: Sequence[bool]
+    frame: CallFrame, states: Sequence[State], computed: Sequence[bool]
 ) -> None:
     """Write into a frame which values may be narrow.
 
@@ -42,15 +42,15 @@ def find_candidates(
                 frame.computed.add(variable)
 
 
-def _known(frame: Frame, atoms: Sequence[jaxprs.Atom]) -> _Known:
+def _known(frame: CallFrame, atoms: Sequence[jaxprs.Atom]) -> _Known:
     return [frame.state(a) for a in atoms], [frame.is_computed(a) for a in atoms]
 
 
-def _results(frame: Frame, equation: jaxprs.Equation) -> _Known:
+def _results(frame: CallFrame, equation: jaxprs.Equation) -> _Known:
     """What is known about the results of an equation."""
     inner, count = _called(equation), len(equation.outvars)
     if inner is not None:
-        new = Frame(inner, frame.path(equation))
+        new = CallFrame(inner, frame.path(equation))
         called = frame.frames.setdefault(id(equation), new)
         return _results_of_call(equation, called, *_known(frame, equation.invars))
     if rule_of(equation, None) is not Rule.MOVE:
@@ -73,7 +73,7 @@ def _called(equation: jaxprs.Equation) -> jaxprs.Program | None:
     return programs[0]
 
 
-def _result(frame: Frame, equation: jaxprs.Equation) -> State:
+def _result(frame: CallFrame, equation: jaxprs.Equation) -> State:
     """What is known about the results of a matmul or of arithmetic."""
     name, dtype = equation.primitive.name, frame.dtype_inside(equation)
     rule, is_forward = rule_of(equation, dtype), not frame.is_backward(equation)
@@ -95,7 +95,7 @@ def _result(frame: Frame, equation: jaxprs.Equation) -> State:
 
 
 def _moved(
-    frame: Frame, equation: jaxprs.Equation, atoms: Sequence[jaxprs.Atom]
+    frame: CallFrame, equation: jaxprs.Equation, atoms: Sequence[jaxprs.Atom]
 ) -> State:
     """What is known about the results of an equation that moves its operands."""
     states = [frame.state(atom) for atom in atoms]
@@ -114,7 +114,7 @@ def _moved(
     )
 
 
-def _is_spread(frame: Frame, equation: jaxprs.Equation, atom: jaxprs.Atom) -> bool:
+def _is_spread(frame: CallFrame, equation: jaxprs.Equation, atom: jaxprs.Atom) -> bool:
     """Whether a parameter of one dim gets more dims, or has got them."""
     if frame.is_computed(atom):
         return False
@@ -134,7 +134,10 @@ def _are_narrow(states: Sequence[State], dtype: Any) -> bool:
 
 
 def _results_of_call(
-    equation: jaxprs.Equation, frame: Frame, states: list[State], computed: list[bool]
+    equation: jaxprs.Equation,
+    frame: CallFrame,
+    states: list[State],
+    computed: list[bool],
 ) -> _Known:
     """What is known about the results of a call, whose frame this is."""
     if equation.primitive.name == "scan":
@@ -148,7 +151,10 @@ def _results_of_call(
 
 
 def _results_of_loop(
-    equation: jaxprs.Equation, frame: Frame, states: list[State], computed: list[bool]
+    equation: jaxprs.Equation,
+    frame: CallFrame,
+    states: list[State],
+    computed: list[bool],
 ) -> _Known:
     """The same of a loop, when what is known about its carries does not change."""
     consts, carries = jaxprs.scan_sizes(equation)

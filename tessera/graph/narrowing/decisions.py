@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from tessera.graph.narrowing.candidates import find_candidates
-from tessera.graph.narrowing.frames import Frame, Narrow, Scalar
+from tessera.graph.narrowing.frames import CallFrame, Narrow, Scalar
 from tessera.graph.narrowing.rules import (
     CUSTOM_CALLS,
     PAIRWISE,
@@ -33,14 +33,14 @@ from tessera.tracing.casts import AUTOCAST_DTYPES
 _F32: Final = "f32"  # how a value is read by what computes in f32
 
 
-def analyze(program: jaxprs.Program, scopes: str) -> Frame:
+def analyze(program: jaxprs.Program, scopes: str) -> CallFrame:
     """What is narrow in a program whose inputs and outputs are as declared.
 
     Args:
       program: The program.
       scopes: The path of name scopes that it is in.
     """
-    frame, count = Frame(program, scopes), len(jaxprs.inputs(program))
+    frame, count = CallFrame(program, scopes), len(jaxprs.inputs(program))
     find_candidates(frame, [None] * count, [False] * count)
     _Decisions(frame).decide([_F32] * len(jaxprs.outputs(program)))
     _spread(frame)
@@ -54,7 +54,7 @@ class _Decisions:
       frame: The frame.
     """
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: CallFrame) -> None:
         self._frame = frame
         self._wanted = set[jaxprs.Atom]()  # narrow for some reader
         self._readers = dict[jaxprs.Atom, Any]()  # a dtype, if all round to it
@@ -147,7 +147,7 @@ class _Decisions:
             if isinstance(state, Narrow) and state.is_forward and state.dtype == dtype:
                 self._wanted.add(atom)
 
-    def _read_in_call(self, equation: jaxprs.Equation, called: Frame) -> None:
+    def _read_in_call(self, equation: jaxprs.Equation, called: CallFrame) -> None:
         inputs = jaxprs.inputs(called.program)
         if equation.primitive.name in CUSTOM_CALLS:
             _Decisions(called).decide([_F32] * len(equation.outvars))
@@ -170,7 +170,7 @@ class _Decisions:
         is_read = result in self._readers
         return (self._frame.stored(result) or _F32) if is_read else None
 
-    def _decide_loop(self, equation: jaxprs.Equation, body: Frame) -> "_Decisions":
+    def _decide_loop(self, equation: jaxprs.Equation, body: CallFrame) -> "_Decisions":
         """Decide in a loop, when it does not change which carries are narrow."""
         consts, carries = jaxprs.scan_sizes(equation)
         results = equation.outvars[:carries]
@@ -206,7 +206,7 @@ def _set(narrow: dict[jaxprs.Atom, Any], variable: jaxprs.Atom, dtype: Any) -> N
 # --- forward again: what is narrow stays so until something reads it in f32
 
 
-def _spread(frame: Frame) -> None:
+def _spread(frame: CallFrame) -> None:
     """Let calls, loops and what moves narrow values store them as they are."""
     for equation in jaxprs.equations(frame.program):
         called, name = frame.frames.get(id(equation)), equation.primitive.name
@@ -224,14 +224,14 @@ def _spread(frame: Frame) -> None:
                 _keep(frame, result, dtype)
 
 
-def _keep(frame: Frame, variable: jaxprs.Atom, dtype: Any) -> None:
+def _keep(frame: CallFrame, variable: jaxprs.Atom, dtype: Any) -> None:
     """Store a value in the dtype that it may have, as what it is made of is."""
     state = frame.state(variable)
     if isinstance(state, Narrow) and state.dtype == dtype:
         frame.narrow[variable] = dtype
 
 
-def _common_dtype(frame: Frame, equation: jaxprs.Equation) -> Any:
+def _common_dtype(frame: CallFrame, equation: jaxprs.Equation) -> Any:
     """The dtype that all operands of an equation are stored in, or None.
 
     Numbers count as stored in each dtype that has them.
@@ -249,7 +249,9 @@ def _common_dtype(frame: Frame, equation: jaxprs.Equation) -> Any:
     return dtype
 
 
-def _spread_into(frame: Frame, equation: jaxprs.Equation, called: Frame) -> None:
+def _spread_into(
+    frame: CallFrame, equation: jaxprs.Equation, called: CallFrame
+) -> None:
     """The same in a call, except for a loop's carries."""
     first, last = 0, 0
     if equation.primitive.name == "scan":

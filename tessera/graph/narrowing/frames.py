@@ -62,7 +62,7 @@ State: TypeAlias = Narrow | Scalar | Vector | None
 
 
 @dataclass
-class Frame:
+class CallFrame:
     """One call of a program, and what is known about its variables.
 
     Attributes:
@@ -81,7 +81,7 @@ class Frame:
     computed: set[jaxprs.Atom] = field(default_factory=set)
     narrow: dict[jaxprs.Atom, Any] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
-    frames: dict[int, "Frame"] = field(default_factory=dict)
+    frames: dict[int, "CallFrame"] = field(default_factory=dict)
 
     def path(self, equation: jaxprs.Equation) -> str:
         """The name scopes that an equation is in."""

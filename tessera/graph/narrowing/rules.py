@@ -51,9 +51,9 @@ _ARITHMETIC: Final = frozenset(
     """.split()  # noqa: SIM905
 )
 
-SINGLE_INSTRUCTIONS: Final = _ARITHMETIC - {
-    *("erf", "erfc", "logistic", "one_minus_square", "tanh")
-}
+SINGLE_INSTRUCTIONS: Final = _ARITHMETIC - frozenset(
+    ("erf", "erfc", "logistic", "one_minus_square", "tanh")
+)
 """Arithmetic that XLA does not expand into several steps, each of them rounded."""
 
 RULES: Final[Mapping[str, Rule]] = {

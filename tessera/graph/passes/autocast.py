@@ -10,7 +10,7 @@ from jax import lax
 from tessera.graph import rewriting
 from tessera.graph.ir import Graph
 from tessera.graph.narrowing.decisions import analyze
-from tessera.graph.narrowing.frames import Frame, Scalar, Vector
+from tessera.graph.narrowing.frames import CallFrame, Scalar, Vector
 from tessera.graph.narrowing.rules import (
     CUSTOM_CALLS,
     PAIRWISE,
@@ -81,7 +81,7 @@ class _Interpreter:
       values: Its inputs, in the dtypes of the frame.
     """
 
-    def __init__(self, frame: Frame, values: Sequence[Any]) -> None:
+    def __init__(self, frame: CallFrame, values: Sequence[Any]) -> None:
         self._frame, self._env = frame, rewriting.Environment(frame.program, values)
         self._converted = dict[tuple[jaxprs.Atom, Any], Any]()
 
@@ -162,7 +162,7 @@ class _Interpreter:
         result = dtype if is_narrow else jnp.dtype(jnp.float32)
         return [primitives.bind_matmul(equation, [*narrowed, *others], result)]
 
-    def _call(self, equation: jaxprs.Equation, frame: Frame) -> list[Any]:
+    def _call(self, equation: jaxprs.Equation, frame: CallFrame) -> list[Any]:
         """The results of a call whose program has other dtypes."""
         inputs = jaxprs.inputs(frame.program)
         dtypes = [frame.narrow.get(variable) for variable in inputs]
@@ -196,7 +196,7 @@ class _Interpreter:
         return rewriting.bind_with_nested(equation, operands, run)
 
 
-def _changes(frame: Frame) -> bool:
+def _changes(frame: CallFrame) -> bool:
     """Whether a called program is another one than before."""
     if frame.narrow or any(frame.outputs) or any(map(_changes, frame.frames.values())):
         return True

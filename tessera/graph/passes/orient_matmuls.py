@@ -93,7 +93,7 @@ class _Operand:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Orientation:
     """A matmul to be written another way.
 
     Attributes:
@@ -147,7 +147,7 @@ class _Plan:
         return primitives.bind_matmul(self.equation, [transposed, b], dims=dims)
 
 
-def _plans(program: jaxprs.Program) -> Iterator[_Plan]:
+def _plans(program: jaxprs.Program) -> Iterator[_Orientation]:
     """The matmuls that contract neither operand's last dims, nested ones too."""
     for each in rewriting.programs_from(program, jaxprs.inner_programs):
         equations, read = jaxprs.equations(each), rewriting.use_counts(each)
@@ -163,7 +163,9 @@ def _plans(program: jaxprs.Program) -> Iterator[_Plan]:
                     yield plan
 
 
-def _plan(equation: jaxprs.Equation, transpose: jaxprs.Equation | None) -> _Plan | None:
+def _plan(
+    equation: jaxprs.Equation, transpose: jaxprs.Equation | None
+) -> _Orientation | None:
     contracted, batch = primitives.dot_dims(equation)
     first, second = (
         _Operand(atom, b, c)
@@ -180,8 +182,8 @@ def _plan(equation: jaxprs.Equation, transpose: jaxprs.Equation | None) -> _Plan
         return None
     free = len(first.batch), len(first.free), equation.outvars[0].aval.ndim
     if transpose is None or primitives.permutation(transpose) != _exchange(*free):
-        return _Plan(equation, first, second, None)
-    return _Plan(equation, second, first, transpose)
+        return _Orientation(equation, first, second, None)
+    return _Orientation(equation, second, first, transpose)
 
 
 def _exchange(batch: int, first: int, rank: int) -> Dims:

@@ -124,8 +124,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """
     _checked_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
     if chunks > 1 and microbatches % stages:
-        below, above = microbatches // stages * stages, -(-microbatches // stages)
-        nearest = [f"{below}"] * (below > 0) + [f"{above * stages}"]
+        below = microbatches // stages * stages
+        nearest = [str(size) for size in (below, below + stages) if size > 0]
         raise PipelineSizeError(
             "interleaved chunks need a multiple of the stages as microbatches",
             got=f"{microbatches} microbatches, {stages} stages: "

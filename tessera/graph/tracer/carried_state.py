@@ -21,7 +21,7 @@ Layouts: TypeAlias = tuple[PartitionSpec | None, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class Subtree:
     """A part of the arguments of a call, or of a result.
 
     Attributes:
@@ -36,7 +36,7 @@ class Part:
     keys: tuple[Any, ...]
 
     @classmethod
-    def of(cls, tree: Any, keys: Sequence[str]) -> "Part":
+    def of(cls, tree: Any, keys: Sequence[str]) -> "Subtree":
         """A whole tree; ``keys`` are the paths of its arrays, in order."""
         leaves, structure = jax.tree.flatten(tree)
         rest = iter(keys)
@@ -56,14 +56,14 @@ class Part:
         ]
         return self.tree, tuple(forms)
 
-    def children(self) -> Iterator["Part"]:
+    def children(self) -> Iterator["Subtree"]:
         """Its parts one level down."""
         start = 0
         for tree in self.tree.children():
             span = slice(start, start := start + tree.num_leaves)
-            yield Part(tree, self.leaves[span], self.keys[span])
+            yield Subtree(tree, self.leaves[span], self.keys[span])
 
-    def parts(self) -> Iterator["Part"]:
+    def parts(self) -> Iterator["Subtree"]:
         """Itself and all parts inside that have an array."""
         if any(map(is_array, self.leaves)):
             yield self
@@ -77,11 +77,11 @@ def is_array(leaf: Any) -> bool:
     return is_typed and not isinstance(leaf, np.ndarray)
 
 
-def results_in_parts(result: Part, arguments: Sequence[Part]) -> list[Part]:
+def results_in_parts(result: Subtree, arguments: Sequence[Subtree]) -> list[Subtree]:
     """A result, taken apart as far as its parts are like no part of the arguments."""
     forms = [part.form for argument in arguments for part in argument.parts()]
 
-    def split(part: Part) -> Iterator[Part]:
+    def split(part: Subtree) -> Iterator[Subtree]:
         children = list(part.children())
         if part.form in forms or not children:
             yield part
@@ -92,8 +92,8 @@ def results_in_parts(result: Part, arguments: Sequence[Part]) -> list[Part]:
 
 
 def layouts_of_results(
-    results: Sequence[Part],
-    arguments: Sequence[Part],
+    results: Sequence[Subtree],
+    arguments: Sequence[Subtree],
     layouts: Mapping[str, PartitionSpec],
     updated: Mapping[str, Collection[str]],
 ) -> list[Layouts]:
@@ -114,7 +114,7 @@ def layouts_of_results(
     found: dict[int, Layouts] = {}
     taken: set[str] = set()
 
-    def settle(number: int, parts: Sequence[Part]) -> None:
+    def settle(number: int, parts: Sequence[Subtree]) -> None:
         laid_out = {tuple(map(layouts.get, part.keys)) for part in parts}
         if len(laid_out) == 1:
             found[number] = laid_out.pop()
@@ -135,13 +135,13 @@ def layouts_of_results(
 
 
 def _is_new_value(
-    result: Part, part: Part, updated: Mapping[str, Collection[str]]
+    result: Subtree, part: Subtree, updated: Mapping[str, Collection[str]]
 ) -> bool:
     pairs = zip(part.keys, result.keys, strict=True)
     return all(key is None or key in updated[new] for key, new in pairs)
 
 
-def _undecided(result: Part, parts: Sequence[Part]) -> UndecidedRoleError:
+def _undecided(result: Subtree, parts: Sequence[Subtree]) -> UndecidedRoleError:
     first, *others = [next(filter(None, part.keys)) for part in (result, *parts)]
     return UndecidedRoleError(
         f"it is not decided which part of the arguments {first!r} and what is beside "

@@ -27,7 +27,7 @@ from tessera.graph.pipelining.pipeline_primitive import argument_rows
 from tessera.graph.tracer.argument_roles import updated_indices
 from tessera.graph.tracer.arguments import Argument, Call, is_in
 from tessera.graph.tracer.carried_state import (
-    Part,
+    Subtree,
     is_array,
     layouts_of_results,
     results_in_parts,
@@ -197,7 +197,7 @@ class Strategy:
             for leaf in argument.leaves
         }
         arguments = [
-            Part.of(
+            Subtree.of(
                 argument.rebuilt([leaf.aval for leaf in argument.leaves]),
                 [leaf.name for leaf in argument.leaves],
             )
@@ -208,7 +208,7 @@ class Strategy:
         ]
         count = sum(map(is_array, jax.tree.leaves(result)))
         names = [value.name for value in graph.outputs[:count]]
-        whole = Part.of(result, names)
+        whole = Subtree.of(result, names)
         parts = results_in_parts(whole, arguments)
         of = [{graph.inputs[i].name for i in f} for f in updated_indices(graph.program)]
         new = dict(zip(names, of[:count], strict=True))
