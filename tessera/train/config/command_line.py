@@ -296,13 +296,13 @@ def _own_model(name: str) -> _Model | None:
 
 
 def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
-    """Check the runs of ``--multirun``, then start them; the exit code."""
+    """Start the runs of ``--multirun``; the exit code."""
     # It imports what starts processes, which one run does not need.
-    from tessera.train.config.sweep import combinations, sweep
+    from tessera.train.config.sweep import sweep
 
     _store_schemas(definition_of(DECODER))
-    for one in combinations([parse(text, is_sweep=True) for text in overrides]):
-        compose(one, config_dir)
+    for text in overrides:
+        parse(text, is_sweep=True)
     return sweep(overrides, config_dir)
 
 

@@ -12,25 +12,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
-from typing import Final
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from tessera.errors import SettingConflictError, SettingValueError
-from tessera.train.config.overrides import is_of_hydra
 from tessera.train.runtime.cluster import detect
 from tessera.train.runtime.exit_codes import STOP_SIGNALS, shell_exit_code
 from tessera.train.runtime.python_process import module_command
-
-# Combinations that are checked before the first run starts; each is when it starts.
-_MOST_CHECKED: Final = 256
 
 
 class SweepRunError(RuntimeError):
@@ -44,7 +37,8 @@ class SweepRunError(RuntimeError):
 def sweep(overrides: Sequence[str], config_dir: Path) -> int:
     """Start a run for each combination of the values that overrides list.
 
-    A run that fails does not keep Hydra's basic launcher from starting the others.
+    Each run checks its own settings before it does anything. One that fails does not
+    keep Hydra's basic launcher from starting the others.
 
     Args:
       overrides: Those of the command line, such as ``training.seed=1,2``.
@@ -81,30 +75,6 @@ def sweep(overrides: Sequence[str], config_dir: Path) -> int:
     finally:
         sys.argv[1:] = arguments
     return 0
-
-
-def combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
-    """The overrides of each run, as far as they are known and not too many.
-
-    Those of another sweeper than Hydra's basic one come up as it goes, as do those of
-    ``interval(…)`` and ``glob(…)``.
-    """
-    choices: list[list[str]] = []
-    number = 1
-    for override in overrides:
-        if is_of_hydra(override):
-            continue
-        values = [str(override.input_line)]
-        if override.is_sweep_override():
-            if not (override.is_discrete_sweep() or override.is_range_sweep()):
-                return
-            key = override.get_key_element()
-            values = [f"{key}={text}" for text in override.sweep_string_iterator()]
-        number *= len(values)
-        if number > _MOST_CHECKED:
-            return
-        choices.append(values)
-    yield from map(list, product(*choices))
 
 
 def _run(config: DictConfig) -> None:
