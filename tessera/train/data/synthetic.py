@@ -13,6 +13,7 @@ where H is the binary entropy; an untrained model has a loss of log(vocab_size).
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,6 @@ NUM_PATTERNS = 64
 PATTERN_LENGTH = 32
 MAX_PATTERNS_PER_DOCUMENT = 16
 
-# Random numbers generated at a time, to limit the memory of intermediate results.
-_CHUNK = 2**20
 # Peak memory, measured with 20 and 40 million tokens from numbers to packed rows.
 _BYTES_PER_TOKEN = 20
 
@@ -89,16 +88,16 @@ def make_documents(
       ('synthetic/0', dtype('int32'), True)
     """
     _check_memory(config.tokens)
-    draw = _Randomness(seed)
+    draw = partial(_integers, seed)
     shape = NUM_PATTERNS, PATTERN_LENGTH
-    patterns = draw.integers("patterns", shape[0] * shape[1], vocab_size - 1) + 1
+    patterns = draw("patterns", shape[0] * shape[1], vocab_size - 1) + 1
     num_pieces = -(-config.tokens // PATTERN_LENGTH)
-    pieces = draw.integers("pieces", num_pieces, NUM_PATTERNS)
+    pieces = draw("pieces", num_pieces, NUM_PATTERNS)
     ids = patterns.reshape(shape)[pieces].reshape(-1)
     # Compared in 2**32 parts, so that noise 0 changes nothing and 1 everything.
-    noisy = draw.integers("where", ids.size, 2**32) < config.noise * 2**32
-    ids[noisy] = draw.integers("noise", ids.size, vocab_size - 1)[noisy] + 1
-    lengths = draw.integers("lengths", num_pieces, MAX_PATTERNS_PER_DOCUMENT) + 1
+    noisy = draw("where", ids.size, 2**32) < config.noise * 2**32
+    ids[noisy] = draw("noise", ids.size, vocab_size - 1)[noisy] + 1
+    lengths = draw("lengths", num_pieces, MAX_PATTERNS_PER_DOCUMENT) + 1
     ends = np.cumsum(lengths) * PATTERN_LENGTH
     tokens = ids[: config.tokens].astype(np.int32)
     documents = np.split(tokens, ends[ends < config.tokens])
@@ -117,27 +116,13 @@ def _check_memory(tokens: int) -> None:
         )
 
 
-class _Randomness:
-    """SplitMix64 by counter: NumPy may change its own streams between releases.
+def _integers(seed: int, use: str, count: int, below: int) -> npt.NDArray[np.int64]:
+    """``count`` integers in [0, below), from a separate stream for each ``use``.
 
-    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators",
-    OOPSLA 2014.
+    NumPy keeps the bits of Philox the same in all releases, but not what its other
+    functions make of them.
     """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def integers(self, use: str, count: int, below: int) -> npt.NDArray[np.int64]:
-        """``count`` integers in [0, below), from a separate stream for each ``use``."""
-        digest = hashlib.blake2b(f"{use}/{self._seed}".encode(), digest_size=8).digest()
-        numbers = np.empty(count, np.int64)
-        for begin in range(0, count, _CHUNK):
-            part = numbers[begin : begin + _CHUNK]
-            z = np.arange(begin + 1, begin + 1 + part.size, dtype=np.uint64)
-            z *= np.uint64(0x9E3779B97F4A7C15)
-            z += np.uint64(int.from_bytes(digest, "big"))
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            z ^= z >> np.uint64(31)
-            part[:] = z % np.uint64(below)
-        return numbers
+    key = hashlib.blake2b(f"{use}/{seed}".encode(), digest_size=16).digest()
+    numbers = np.random.Philox(key=int.from_bytes(key, "big")).random_raw(count)
+    numbers %= np.uint64(below)
+    return numbers.view(np.int64)

@@ -29,7 +29,7 @@ def test_there_are_as_many_tokens_as_asked_for_and_all_are_legal(size, count, se
 
 def test_the_tokens_are_the_same_on_every_machine_and_numpy():
     digest = hashlib.blake2b(tokens(tokens=10_000).tobytes(), digest_size=8)
-    assert digest.hexdigest() == "1ec9f2f2aec14eaf"
+    assert digest.hexdigest() == "daeb32ec0cea629a"
 
 
 def test_seeds_give_other_tokens():
