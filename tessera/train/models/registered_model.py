@@ -13,10 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from tessera.analysis.flops import count
 from tessera.errors import DimTableError, ModelDefinitionError, OperandError
-from tessera.foundations.tree import Tree, named_leaves, nest
-from tessera.graph.pipelining.ring_buffers import zeros
-from tessera.graph.rewriting import contains
+from tessera.foundations.tree import Tree, named_leaves, nest, zeros
 from tessera.mesh import Mesh
+from tessera.ops.rematerialization import names_values
 from tessera.ops.wide_gradients import is_copy
 from tessera.train.models.block_methods import INDEX, call
 from tessera.train.models.decoding import Decoding, RecomputedDecoding
@@ -270,7 +269,7 @@ class RegisteredModel(Model):
         if NAMED not in self.policies:
             return self.policies
         block = jax.make_jaxpr(self._block_of_zeros)(self._hidden)
-        if contains(block, lambda equation: equation.primitive.name == "name"):
+        if names_values(block):
             return self.policies
         return tuple("dots" if name == NAMED else name for name in self.policies)
 
