@@ -28,26 +28,11 @@ from tessera.train.config.step_config import StepConfig
 from tessera.train.loop.deterministic_numerics import FixedOrder
 from tessera.train.loop.gradient_compression import AXIS
 from tessera.train.models.model import Batch, Sums
-from tessera.train.models.partition_rules import Placement
 
 # A factor of the loss against underflow in fp16; None is 1.
 Scale: TypeAlias = Float[Array, ""] | None
 # From a batch to the sums and the gradients of its microbatches.
 Differentiated: TypeAlias = Callable[[Batch], tuple[Sums, Tree]]
-
-
-def losses(
-    config: StepConfig, params: Tree, batch: Batch, place: Placement
-) -> tuple[Float[Array, ""], Sums]:
-    """The loss of one microbatch, in nats summed over tokens, and the reported sums.
-
-    Args:
-      config: The step.
-      params: Parameters.
-      batch: One microbatch: ``[B, S]`` arrays.
-      place: Where activations lie.
-    """
-    return config.model.loss(params, batch, place, chunk=config.loss_chunk)
 
 
 def mean_gradients(
@@ -116,7 +101,7 @@ def _microbatches(
         if config.reduces_narrow:
             weights = _narrowed(config, weights)
         whole = config.model.with_frozen(weights, params)
-        return losses(config, whole, micro, place)
+        return config.model.loss(whole, micro, place, chunk=config.loss_chunk)
 
     def one(micro: Batch) -> tuple[Sums, Tree]:
         if unreduced:
@@ -153,14 +138,14 @@ def _in_fixed_order(
 ) -> tuple[Sums, Tree]:
     """Gradients whose sums have the same order on all meshes."""
     scale = jnp.float32(1.0) if scale is None else scale
-    plain = replace(config, model=config.model.without_stages())
-    model = plain.model
+    model = config.model.without_stages()
 
     def scaled(
         weights: Tree, params: Tree, scale: Float[Array, ""], micro: Batch
     ) -> tuple[Float[Array, ""], Sums]:
         whole = model.with_frozen(weights, params)
-        return _scaled(losses(plain, whole, micro, model.place(None)), scale)
+        place, chunk = model.place(None), config.loss_chunk
+        return _scaled(model.loss(whole, micro, place, chunk=chunk), scale)
 
     # Inside a region of one device each, where no layouts are declared for gradients.
     differentiated = jax.value_and_grad(scaled, has_aux=True)

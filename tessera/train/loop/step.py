@@ -22,7 +22,7 @@ from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
 from tessera.train.config.step_config import StepConfig as StepConfig
 from tessera.train.config.step_config import batch_spec as batch_spec
-from tessera.train.loop.gradients import losses, mean_gradients
+from tessera.train.loop.gradients import mean_gradients
 from tessera.train.loop.optimizer_offload import to_device, to_host
 from tessera.train.loop.train_state import TrainState
 from tessera.train.models.model import Batch, num_targets
@@ -119,15 +119,15 @@ def make_eval_step(config: StepConfig) -> Function:
         if config.fixed_order is not None:
             rows = {name: array[None] for name, array in batch.items()}
             order = config.fixed_order.of_rows(batch["tokens"].shape[0])
-            plain = replace(config, model=config.model.without_stages())
+            plain = config.model.without_stages()
 
             def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
-                place = plain.model.place(None)
-                return losses(plain, params, rows, place)[1]["loss"]
+                place, chunk = plain.place(None), config.loss_chunk
+                return plain.loss(params, rows, place, chunk=chunk)[1]["loss"]
 
             return order.summed(loss, params, rows), tokens
-        place = config.model.place(config.mesh)
-        return losses(config, params, batch, place)[1]["loss"], tokens
+        place, chunk = config.model.place(config.mesh), config.loss_chunk
+        return config.model.loss(params, batch, place, chunk=chunk)[1]["loss"], tokens
 
     return function(
         eval_step,
