@@ -5,21 +5,11 @@ It is asked of the modules that lay out arrays, which import JAX. So it comes af
 ``settings_checks.py``, once nothing is wrong with the settings themselves.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from math import lcm
 from typing import Final
 
-from tessera.errors import (
-    BatchSizeError,
-    PipelineSizeError,
-    SettingValueError,
-    TesseraError,
-    did_you_mean,
-    nearest,
-)
-from tessera.foundations.tree import named_leaves
+from tessera.errors import BatchSizeError, PipelineSizeError, TesseraError, nearest
 from tessera.graph.pipelining import schedule
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
@@ -27,6 +17,7 @@ from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.config import Config
 from tessera.train.config.setting_fields import collected
 from tessera.train.loop.device_checks import check_fp8
+from tessera.train.models.frozen_parameters import freeze
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
 
@@ -120,53 +111,6 @@ def build_model(settings: Config, mesh: Mesh) -> Model:
     model, training = settings.model, settings.training
     built = model.kind.build(model.config, settings.model_options, mesh)
     return freeze(built, training.trainable, training.frozen or ())
-
-
-def freeze(
-    model: Model, trainable: Sequence[str] | None, frozen: Sequence[str]
-) -> Model:
-    """The model with some of its parameters frozen.
-
-    Args:
-      model: Whose parameters.
-      trainable: Patterns of the names that are trained, as ``fnmatch`` matches them;
-        None trains the model's adapters, or all parameters of a model without any.
-      frozen: Patterns of those that are not, although ``trainable`` has them.
-
-    Raises:
-      SettingValueError: [T502] a pattern matches no parameter, one of ``frozen`` none
-        that would be trained, nothing is left to train, or no adapter of a model that
-        has some.
-    """
-    if trainable is None and not frozen and not model.adapters:
-        return model
-    names = set(named_leaves(model.abstract()))
-    kept = set(model.adapters) or names
-    if trainable is not None:
-        kept = _matches("trainable", trainable, names, "")
-    kept = kept - _matches("frozen", frozen, kept, " that would be trained")
-    if not kept & (model.adapters or names):
-        example = "lora" if model.adapters else "norm"
-        raise SettingValueError(
-            f"no {'adapter' if model.adapters else 'parameter'} is left to train",
-            got=f"training.trainable={trainable}, training.frozen={[*frozen]}",
-            fix=f"use patterns that leave some, as training.trainable=['*{example}*']",
-        )
-    return replace(model, frozen=frozenset(names - kept))
-
-
-def _matches(
-    setting: str, patterns: Sequence[str], names: set[str], which: str
-) -> set[str]:
-    """The names that a setting's patterns match; each has to match one."""
-    found = {p: {name for name in names if fnmatchcase(name, p)} for p in patterns}
-    if unused := [p for p in patterns if not found[p]]:
-        raise SettingValueError(
-            f"a pattern of training.{setting} matches no parameter{which}",
-            got=", ".join(map(repr, unused)),
-            fix="\n".join(did_you_mean(p, sorted(names)) for p in unused),
-        )
-    return {name for matched in found.values() for name in matched}
 
 
 def _check_table_size(stages: int, microbatches: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``StepConfig``: the model, optimizer, mesh and options of a training step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import optax
@@ -9,13 +9,11 @@ from jax.sharding import PartitionSpec
 
 from tessera.graph.pipelining import Schedule
 from tessera.mesh import Mesh
-from tessera.ops.loss_scale import LossScale
 from tessera.train.loop.deterministic_numerics import FixedOrder
 from tessera.train.loop.gradient_compression import CompressedExchange
 from tessera.train.loop.optimizers import Schedule as LearningRate
 from tessera.train.loop.pipelined_model import PipelinedModel
 from tessera.train.loop.spikes import SpikeGuard
-from tessera.train.loop.train_state import TrainState, state_specs
 from tessera.train.loop.zero_stages import Zero
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
@@ -102,18 +100,6 @@ class StepConfig:
         if self.reduction_parts is None:
             return None
         return FixedOrder(self.mesh, self.model, self.zero.params, self.reduction_parts)
-
-    def state_specs(self, loss_scale: LossScale | None) -> TrainState:
-        """The layout of every leaf of the step's state."""
-        specs = state_specs(
-            self.model,
-            self.optimizer,
-            self.mesh,
-            loss_scale=loss_scale,
-            zero_stage=self.zero_stage,
-        )
-        spikes = None if self.spikes is None else self.spikes.specs
-        return replace(specs, residual=self.exchange.residual_specs, spikes=spikes)
 
     @property
     def data_axes(self) -> tuple[str, ...]:

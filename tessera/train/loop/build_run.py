@@ -41,6 +41,7 @@ from tessera.train.loop.spikes import SpikeGuard
 from tessera.train.loop.step import (
     StepConfig,
     batch_spec,
+    layouts_of_state,
     make_eval_step,
     make_train_step,
 )
@@ -209,7 +210,7 @@ class Run:
             residual=config.exchange.abstract_residual,
             spikes=None if guard is None else guard.abstract_window,
         )
-        specs = config.state_specs(self.loss_scale)
+        specs = layouts_of_state(config, self.loss_scale)
         state = jax.tree.map(self._struct, shapes, specs)
         if not config.offload_optimizer:
             return state

@@ -24,7 +24,7 @@ from tessera.train.config.step_config import StepConfig as StepConfig
 from tessera.train.config.step_config import batch_spec as batch_spec
 from tessera.train.loop.gradients import mean_gradients
 from tessera.train.loop.optimizer_offload import to_device, to_host
-from tessera.train.loop.train_state import TrainState
+from tessera.train.loop.train_state import TrainState, state_specs
 from tessera.train.models.model import Batch, num_targets
 
 
@@ -93,7 +93,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         return new, metrics
 
     train_step.__name__ = "train_step"
-    specs = config.state_specs(state.loss_scale)
+    specs = layouts_of_state(config, state.loss_scale)
     return function(
         train_step,
         mesh=config.mesh,
@@ -101,6 +101,19 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         out_specs=(specs, PartitionSpec()),
         donate=("state",),
     )
+
+
+def layouts_of_state(config: StepConfig, loss_scale: LossScale | None) -> TrainState:
+    """The layout of every leaf of a step's state."""
+    specs = state_specs(
+        config.model,
+        config.optimizer,
+        config.mesh,
+        loss_scale=loss_scale,
+        zero_stage=config.zero_stage,
+    )
+    spikes = None if config.spikes is None else config.spikes.specs
+    return replace(specs, residual=config.exchange.residual_specs, spikes=spikes)
 
 
 def make_eval_step(config: StepConfig) -> Function:
@@ -169,7 +182,7 @@ def _updated(
     shares = config.zero.constrain_shares(model.trained(state.params))
     update = optax.with_extra_args_support(config.optimizer).update
     if config.fixed_order is not None:
-        layouts, specs = config.zero.optimizer_state, config.state_specs(None)
+        layouts, specs = config.zero.optimizer_state, layouts_of_state(config, None)
         update = config.fixed_order.by_element(update, layouts, specs.optimizer)
     updates, optimizer = update(gradients, state.optimizer, shares, norm=norm)
     updated = optax.apply_updates(shares, config.zero.constrain_shares(updates))

@@ -17,9 +17,9 @@ import pytest
 from tessera.errors import ModelShapeError, SettingValueError
 from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
-from tessera.train.config.layout_checks import freeze
 from tessera.train.models import DecoderConfig, DecoderModel
 from tessera.train.models.decoder.config import LoraConfig
+from tessera.train.models.frozen_parameters import freeze
 from tests.small_model import SMALL
 from tests.train.models.decoder.lora_reference import (
     assert_same_as_merged,
