@@ -10,9 +10,9 @@ from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.target import Target
 from tessera.train.planner.layout import Layout, without
-from tessera.train.planner.prediction import Prediction
 from tessera.train.planner.search import Candidate, SearchResult
 from tessera.train.planner.space import Space
+from tessera.train.planner.step_time import Prediction
 
 UNCERTAINTY: Final = (
     "Times are predicted, not measured: those of published runs were met within 10 % "

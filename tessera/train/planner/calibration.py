@@ -178,7 +178,10 @@ def _repeated(step: Callable[[jax.Array, jax.Array], jax.Array]) -> _Body:
     """A step on the block of each device, which takes the result of the one before."""
 
     def body(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, _ITERATIONS, lambda _, carry: step(carry, x), x)
+        def again(_: int, carry: jax.Array) -> jax.Array:
+            return step(carry, x)
+
+        return lax.fori_loop(0, _ITERATIONS, again, x)
 
     return body
 

@@ -15,9 +15,8 @@ from tessera.errors import TesseraError
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.legality import Legality
 from tessera.train.planner.memory_model import is_safe
-from tessera.train.planner.prediction import Prediction
 from tessera.train.planner.space import MOST_MICROBATCHES, Sizes, Space
-from tessera.train.planner.step_time import StepModel
+from tessera.train.planner.step_time import Prediction, StepModel
 
 # Layouts whose orders of axes are all looked at, and that are kept.
 _BEST: Final = 40
@@ -131,7 +130,7 @@ class _Search:
     def _fits(self, mesh: Sizes, micro_batch_size: int) -> bool:
         """Whether any layout with microbatches of a size fits; all are predicted."""
         before = len(self.fitting)
-        for layout in self.space.layouts_of_size(mesh, micro_batch_size):
+        for layout in self.space.layouts(mesh, micro_batch_size):
             self._consider(layout)
         return len(self.fitting) > before
 

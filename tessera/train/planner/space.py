@@ -59,13 +59,8 @@ class Space:
             # A mesh has an axis, if only one of size 1.
             yield tuple(axis for axis in mesh if axis[1] > 1) or (("fsdp", 1),)
 
-    def layouts(self, mesh: Sizes) -> Iterator[Layout]:
-        """The layouts with a mesh, but for what only saves memory: see ``variants``."""
-        for micro in self.micro_batch_sizes(mesh):
-            yield from self.layouts_of_size(mesh, micro)
-
-    def layouts_of_size(self, mesh: Sizes, micro_batch_size: int) -> list[Layout]:
-        """The layouts with a mesh and a microbatch size."""
+    def layouts(self, mesh: Sizes, micro_batch_size: int) -> list[Layout]:
+        """The layouts with a microbatch, but for what only saves memory: variants."""
         sizes, training = dict(mesh), self.config.training
         has_stages = "pp" in sizes and sizes.get("fsdp", 1) > 1
         splits_heads = sizes.get("tp", 1) > 1

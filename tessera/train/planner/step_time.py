@@ -7,6 +7,7 @@ operations and steps. Each is the work of ``DeviceWork`` and ``StepCollectives``
 rates of the target, whose file has the source of every figure.
 """
 
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -26,9 +27,37 @@ from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MemoryEstimate, memory_of
-from tessera.train.planner.prediction import Prediction
 from tessera.train.planner.space import REMAT
 from tessera.train.planner.workload import Workload, workload
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One training step in a layout: where its time goes, and its memory.
+
+    Attributes:
+      compute: Seconds of matmuls, attention and memory traffic on one device.
+      exposed: Seconds of communication that nothing hides.
+      bubble: Seconds in which stages of a pipeline wait for each other.
+      overhead: Seconds of launching operations and steps.
+      memory_bytes: The most memory of one device at any time.
+      flops: Model FLOPs of the step, all devices together, without recomputation.
+      compiled: Whether the target's compiler gave the memory and the communication;
+        else all of it is estimated from shapes.
+    """
+
+    compute: float
+    exposed: float
+    bubble: float
+    overhead: float
+    memory_bytes: int
+    flops: float
+    compiled: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.compute + self.exposed + self.bubble + self.overhead
 
 
 class StepModel:

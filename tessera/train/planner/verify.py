@@ -8,18 +8,19 @@ that turns out not to fit makes room for the next one.
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
 
+from tessera.errors import TesseraError
+from tessera.foundations.config_files import configs_dir
 from tessera.train.planner.search import Candidate
 from tessera.train.runtime.python_process import module_command
 
 TIMEOUT: Final = 900.0
 """Seconds after which the compiler of a layout is stopped."""
-
-_MODULE: Final = "tessera.train.planner.compile_layout"
 
 
 def verify(
@@ -69,7 +70,7 @@ def _compile(words: list[str]) -> dict[str, Any]:
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         done = subprocess.run(
-            module_command(_MODULE),
+            module_command(__name__),
             input=json.dumps(words),
             capture_output=True,
             text=True,
@@ -104,3 +105,45 @@ def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Ca
     )
     fits = figures["memory"] <= capacity
     return Candidate(estimate.layout, prediction, fits, before)
+
+
+def figures(words: list[str]) -> dict[str, Any]:
+    """What the compiler of the target says about the step of a command line.
+
+    Returns:
+      ``memory`` in bytes of a device at most; and from the timeline, in seconds of one
+      step, ``compute``, ``exposed`` communication and ``idle``.
+    """
+    from tessera.mesh import Mesh
+    from tessera.train.config.command_line import compose
+    from tessera.train.config.layout_checks import target_of
+    from tessera.train.loop.build_run import Run
+    from tessera.train.runtime.devices import prepare_devices
+
+    prepare_devices(1, "cpu")
+    settings = compose(words, configs_dir()).config
+    mesh = Mesh.from_shape(settings.model.mesh_shape, target=target_of(settings))
+    run = Run(settings, mesh)
+    run.check()
+    timeline = run.compiled.timeline
+    return {
+        "memory": run.compiled.memory.peak,
+        "compute": timeline.compute,
+        "exposed": timeline.exposed,
+        "idle": timeline.idle,
+    }
+
+
+def main() -> int:
+    """Compile what the input says, in a process of its own, and write its figures.
+
+    The input has the words of a command line as JSON, the output one JSON object. 0 is
+    also for a layout that is refused.
+    """
+    words = json.loads(sys.stdin.read())
+    try:
+        found = figures(words)
+    except TesseraError as error:
+        found = {"code": error.code, "error": error.what, "got": error.got}
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0

@@ -7,13 +7,18 @@ from tessera.errors import BatchSizeError
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.command_line import compose
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.space import Space, divisors, factorings
+from tessera.train.planner.space import Sizes, Space, divisors, factorings
 
 
 def space(*words: str, pinned: tuple[str, ...] = (), batch: int = 16) -> Space:
     config = compose(["data=synthetic", *words], configs_dir()).config
     axes = ("pp", "dp", "fsdp", "cp", "tp")
     return Space(config, frozenset(pinned), axes, batch)
+
+
+def layouts_on(found: Space, mesh: Sizes) -> list[Layout]:
+    sizes = found.micro_batch_sizes(mesh)
+    return [layout for size in sizes for layout in found.layouts(mesh, size)]
 
 
 @pytest.mark.parametrize("number", [1, 7, 8, 12, 72])
@@ -51,7 +56,7 @@ def test_a_mesh_of_the_command_line_stays():
 
 
 def test_microbatches_share_the_global_batch():
-    for layout in space().layouts((("dp", 2), ("tp", 4))):
+    for layout in layouts_on(space(), (("dp", 2), ("tp", 4))):
         assert layout.global_batch_size == 16
 
 
@@ -64,7 +69,7 @@ def test_a_mesh_has_to_share_the_batch():
 def test_a_setting_of_the_command_line_stays():
     pinned = ("training.remat", "training.micro_batch_size", "training.loss_chunk")
     words = ("training.remat=dots", "training.micro_batch_size=6")
-    layouts = list(space(*words, pinned=pinned).layouts((("fsdp", 2),)))
+    layouts = list(layouts_on(space(*words, pinned=pinned), (("fsdp", 2),)))
     assert {layout.micro_batch_size for layout in layouts} == {4}  # 6 does not divide 8
     found = {
         v.remat
@@ -84,7 +89,7 @@ def test_a_setting_of_the_command_line_stays():
     ],
 )
 def test_only_pipelines_with_fsdp_may_gather_once(mesh, gathers):
-    found = list(space().layouts(mesh))
+    found = list(layouts_on(space(), mesh))
     assert {layout.gather for layout in found} == gathers
     for layout in found:
         words = layout.overrides()
@@ -92,20 +97,22 @@ def test_only_pipelines_with_fsdp_may_gather_once(mesh, gathers):
         assert ("training.pipeline_gather=step" in words) == is_once
         applied = layout.applied(space().config)
         assert Layout.of(applied).gather == layout.gather
-    pinned = space(pinned=("training.pipeline_gather",)).layouts(mesh)
+    pinned = layouts_on(space(pinned=("training.pipeline_gather",)), mesh)
     assert {layout.gather for layout in pinned} == {"microbatch"}
 
 
 def test_only_pipelines_have_schedules():
-    assert {each.schedule for each in space().layouts((("fsdp", 8),))} == {None}
-    found = {(e.schedule, e.chunks) for e in space().layouts((("pp", 2), ("fsdp", 4)))}
+    assert {each.schedule for each in layouts_on(space(), (("fsdp", 8),))} == {None}
+    found = {
+        (e.schedule, e.chunks) for e in layouts_on(space(), (("pp", 2), ("fsdp", 4)))
+    }
     assert found == {
         *(("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4))
     }
 
 
 def test_variants_save_more_and_more_memory():
-    (layout, *_) = space().layouts((("dp", 4), ("tp", 2)))
+    (layout, *_) = layouts_on(space(), (("dp", 4), ("tp", 2)))
     variants = list(space().variants(layout))
     assert [v.remat for v in variants[:16:4]] == ["none", "dots", "named", "full"]
     assert [v.zero_stage for v in variants[:4]] == [0, 1, 2, 3]

@@ -8,8 +8,8 @@ import pytest
 
 from tessera.train.planner import verify as verify_module
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.prediction import Prediction
 from tessera.train.planner.search import Candidate
+from tessera.train.planner.step_time import Prediction
 from tessera.train.planner.verify import verify
 
 CAPACITY = 1000
