@@ -18,8 +18,6 @@ from jax.sharding import PartitionSpec
 from tessera.mesh import Mesh
 from tessera.shard_spec import axes_of_dims, local_shape, spec_of_axes
 
-STAGES: Final = (0, 1, 2, 3)
-
 # The first stage that shards each kind of state.
 SPLIT_FROM: Final[Mapping[str, int]] = MappingProxyType(
     {"optimizer_state": 1, "gradients": 2, "params": 3}

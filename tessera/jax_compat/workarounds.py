@@ -16,13 +16,25 @@ import jax
 from jax._src import core
 
 _FUSIONS: Final = "xla_cpu_experimental_ynn_fusion_type"
+_FAULTY: Final = "0.10."
 _MATMULS_ALONE: Final = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+
+
+def fault_of(jaxlib: str, platform: str) -> str:
+    """What ``jax.jit`` computes wrongly with a version of jaxlib, or ``""``."""
+    if platform != "cpu" or not jaxlib.startswith(_FAULTY):
+        return ""
+    return (
+        f"jaxlib {jaxlib} computes wrong values on CPUs in some sums of products "
+        "(jax-ml/jax#39103): Tessera compiles with an option that avoids it, "
+        "jax.jit does not; JAX 0.11.2 needs none"
+    )
 
 
 def correct_options(platform: str) -> dict[str, str]:
     """Options to compile a program with; none that ``XLA_FLAGS`` sets."""
-    is_wrong = platform == "cpu" and jax.__version_info__[:2] == (0, 10)
-    if not is_wrong or _FUSIONS in os.environ.get("XLA_FLAGS", ""):
+    version = ".".join(map(str, jax.__version_info__))
+    if not fault_of(version, platform) or _FUSIONS in os.environ.get("XLA_FLAGS", ""):
         return {}
     return {_FUSIONS: _MATMULS_ALONE}
 

@@ -37,8 +37,6 @@ _VARIABLES: Final = re.compile(
 )
 # Parts of names whose values nobody should paste into a report.
 _SECRET: Final = re.compile("KEY|TOKEN|SECRET|PASSWORD")
-# Of this jaxlib, for CPUs; ``workarounds`` says more.
-_WRONG_ON_CPU: Final = "0.10."
 _PATIENCE_S: Final = 120.0
 # Starts the backend, compiles and runs one program on it, and prints what there is.
 _PROBE: Final = """
@@ -164,14 +162,13 @@ def _device_problems(
 
 def _notes(platforms: Sequence[str]) -> Iterator[str]:
     """What is no problem of this machine, and good to know."""
-    is_cpu = "cpu" in platforms
-    found = installed(["jaxlib"]).get("jaxlib", "")
-    if is_cpu and found.startswith(_WRONG_ON_CPU):
-        yield (
-            f"jaxlib {found} computes wrong values on CPUs in some sums of products "
-            "(jax-ml/jax#39103): Tessera compiles with an option that avoids it, "
-            "jax.jit does not; JAX 0.11.2 needs none"
-        )
+    # Imported here: JAX is imported after it has started in a process of its own.
+    from tessera.jax_compat.workarounds import fault_of
+
+    jaxlib = installed(["jaxlib"]).get("jaxlib", "")
+    for kind in sorted(set(platforms)):
+        if fault := fault_of(jaxlib, kind):
+            yield fault
 
 
 def _cache_problems(folder: str | None) -> Iterator[Problem]:
