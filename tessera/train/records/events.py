@@ -87,16 +87,17 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        with self._lock, suppress(OSError):
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
+        with self._lock:
+            self._close()
 
-    def _give_up(self, error: OSError) -> None:
+    def _close(self) -> None:
         file, self._file = self._file, None
         with suppress(OSError):
             if file is not None:
                 file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        self._close()
         _log.warning("events.jsonl gets no more events: %s", error.strerror or error)
 
 

@@ -12,20 +12,6 @@ from typing import Final
 
 from tessera.train.records.events import Event
 
-CAUSES: Final = (
-    "step",
-    "repeated_steps",
-    "start",
-    "compile",
-    "data",
-    "checkpoint",
-    "evaluation",
-    "restart",
-    "waiting_for_ranks",
-    "other",
-)
-"""What the time of a run went into; ``step`` alone is goodput."""
-
 # Phase of the watchdog -> cause.
 _CAUSE_OF: Final = {
     "start": "start",
@@ -37,6 +23,16 @@ _CAUSE_OF: Final = {
     "evaluation": "evaluation",
     "save": "checkpoint",
 }
+
+CAUSES: Final = (
+    "step",
+    "repeated_steps",
+    *dict.fromkeys(_CAUSE_OF.values()),
+    "data",
+    "restart",
+    "other",
+)
+"""What the time of a run went into; ``step`` alone is goodput."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ class PhaseClock:
         self._phase, self._steps, self._data = "start", (0, 0), 0.0
         self._lock = threading.Lock()
         self._waiting: list[dict[str, Any]] = []
-        self._record: Callable[..., object] | None = None
+        self._record: Callable[..., object] = self._keep
 
     def enter(
         self, phase: str, number: int | None = None, at: float | None = None
@@ -50,7 +50,8 @@ class PhaseClock:
             now, step = time.monotonic() if at is None else at, number or 0
             first, last = self._steps
             follows = phase == self._phase == "step" and step == last + 1
-            if follows and now - self._since < self._part(now):
+            part = min(max((now - self._first) / 100, _SHORTEST_PART), _LONGEST_PART)
+            if follows and now - self._since < part:
                 self._steps = first, step
                 return
             self._end(now)
@@ -74,13 +75,11 @@ class PhaseClock:
 
     def finish(self) -> None:
         """Record the phase that is going on, and none after it."""
-        if self._record is not None:
-            self.enter("end")
-            self._record = None
+        self.enter("end")
+        self._record = self._keep
 
-    def _part(self, now: float) -> float:
-        part = (now - self._first) / 100
-        return min(max(part, _SHORTEST_PART), _LONGEST_PART)
+    def _keep(self, event: str, **fields: Any) -> None:
+        self._waiting.append(fields)
 
     def _end(self, now: float) -> None:
         """Record the current phase; the next one begins now."""
@@ -92,8 +91,4 @@ class PhaseClock:
             fields |= {"first_step": first, "last_step": last}
             fields |= {"data_seconds": round(data, 6)}
         begin = time.time() - (time.monotonic() - now) - seconds
-        fields = {"at": round(begin, 6), **fields}
-        if self._record is None:
-            self._waiting.append(fields)
-        else:
-            self._record("phase", **fields)
+        self._record("phase", at=round(begin, 6), **fields)

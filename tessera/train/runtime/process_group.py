@@ -209,14 +209,7 @@ def joined(
                     watchdog.enter("rendezvous")
                     shared, peers = rendezvous(
                         cluster,
-                        {
-                            **fingerprint,
-                            "versions": version_fingerprint(),
-                            "code": code_fingerprint(),
-                            "devices": device_fingerprint(
-                                cluster, platform, os.environ
-                            ),
-                        },
+                        _whole_fingerprint(fingerprint, cluster, platform),
                         refusal,
                         timeout=timeouts.rendezvous,
                         shared=shared,
@@ -258,6 +251,17 @@ def joined(
             _exit_with(error)
         finally:
             watchdog.stop()
+
+
+def _whole_fingerprint(
+    fingerprint: Fingerprint, cluster: Cluster, platform: str
+) -> Fingerprint:
+    return {
+        **fingerprint,
+        "versions": version_fingerprint(),
+        "code": code_fingerprint(),
+        "devices": device_fingerprint(cluster, platform, os.environ),
+    }
 
 
 @contextmanager
@@ -310,7 +314,7 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
     threads = os.environ.get("PJRT_NPROC", "")
     if not threads.isdecimal() or int(threads) < _CPU_THREADS:
         os.environ["PJRT_NPROC"] = str(_CPU_THREADS)
-    accelerators = [] if platform == "cpu" else find_accelerators(os.environ)
+    num_devices = 0 if platform == "cpu" else len(find_accelerators(os.environ))
     if own := address_towards(cluster.coordinator):
         processes.listen_on(own)
     # JAX would listen on all interfaces, unless this variable names one.
@@ -323,7 +327,7 @@ def _connect(cluster: Cluster, platform: str, timeouts: Timeouts) -> None:
         cluster.world_size,
         cluster.rank,
         local_device_ids=assign_devices(
-            cluster.local_rank, cluster.local_size, len(accelerators)
+            cluster.local_rank, cluster.local_size, num_devices
         ),
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(timeouts.rendezvous), 1),
