@@ -37,7 +37,7 @@ def test_a_cursor_goes_on_where_only_validation_has_changed():
     [
         ({"seed": 1}, "training.seed: 0 -> 1"),
         ({"sequence_length": 16}, "training.sequence_length: 8 -> 16"),
-        ({"tokens": 4100}, "the text that is trained on: "),
+        ({"tokens": 9000}, "the text that is trained on: "),
         ({"noise": 0.5}, "the text that is trained on: "),
     ],
 )
