@@ -40,14 +40,13 @@ class TokenArrays(NamedTuple):
         vocabulary allows it, else uint32; [tokens].
       starts: The index at which each document starts, with its separator; int64,
         [documents].
-      loss_mask: One bit for each token, from the lowest bit of a byte: whether it is
-        learned. The others are the target of no position. uint8, [tokens / 8 rounded
-        up]; None means that all are learned.
+      loss_mask: Which tokens are learned; the others are the target of no position.
+        bool, [tokens]; None means that all are learned.
     """
 
     tokens: npt.NDArray[np.uint16 | np.uint32]
     starts: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.uint8] | None
+    loss_mask: LossMask | None
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -127,10 +126,9 @@ class MemoryShard:
 
     def read(self, begin: int, end: int) -> "TokenSlice":
         """The tokens from index ``begin`` to ``end``."""
-        tokens, starts, bits = self.content
-        if bits is not None:
-            bits = bits[begin // 8 : -(-end // 8)]
-        return TokenSlice.of(tokens[begin:end], starts, bits, begin)
+        tokens, starts, mask = self.content
+        mask = None if mask is None else mask[begin:end]
+        return TokenSlice.of(tokens[begin:end], starts, mask, begin)
 
 
 class TokenSlice(NamedTuple):
@@ -151,7 +149,7 @@ class TokenSlice(NamedTuple):
         cls,
         tokens: npt.NDArray[np.uint16 | np.uint32],
         starts: npt.NDArray[np.int64],
-        bits: npt.NDArray[np.uint8] | None,
+        loss_mask: LossMask | None,
         begin: int,
     ) -> Self:
         """A range of a shard.
@@ -159,15 +157,11 @@ class TokenSlice(NamedTuple):
         Args:
           tokens: Those of the range.
           starts: Those of the shard.
-          bits: The bytes of the mask that have bits of the range.
+          loss_mask: Which tokens of the range are learned, or None.
           begin: Where the range begins.
         """
-        end, mask = begin + tokens.size, None
-        if bits is not None:
-            whole = np.unpackbits(bits, bitorder="little")
-            mask = whole[begin % 8 :][: tokens.size].astype(bool)
-        inner = slice(*np.searchsorted(starts, (begin, end)))
-        return cls(tokens, starts[inner] - begin, mask)
+        inner = slice(*np.searchsorted(starts, (begin, begin + tokens.size)))
+        return cls(tokens, starts[inner] - begin, loss_mask)
 
 
 class TokenStream:
@@ -268,14 +262,13 @@ class ShardBuilder:
 
     def arrays(self) -> TokenArrays:
         """All documents."""
-        bits = None
+        learned = None
         if self._masks:
             learned = np.ones(self.num_tokens, bool)
             for begin, mask in self._masks:
                 learned[begin : begin + mask.size] = mask
-            bits = np.packbits(learned, bitorder="little")
         starts = np.array(self._starts, np.int64)
-        return TokenArrays(np.concatenate(self._pieces), starts, bits)
+        return TokenArrays(np.concatenate(self._pieces), starts, learned)
 
 
 def join(

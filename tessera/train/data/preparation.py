@@ -217,12 +217,11 @@ def make_blocks(job: Job) -> None:
     """
     encoder = Encoder(job.config, job.vocab_size)
     missing = list(job.tasks)
-    with _one_thread():
-        while missing:
-            made = [_make_block(task, job.config, encoder) for task in missing]
-            missing = [task for task in missing if not task.folder.exists()]
-            if missing and not any(made):
-                time.sleep(_POLL_SECONDS)  # others make the rest, or are killed
+    while missing:
+        made = [_make_block(task, job.config, encoder) for task in missing]
+        missing = [task for task in missing if not task.folder.exists()]
+        if missing and not any(made):
+            time.sleep(_POLL_SECONDS)  # others make the rest, or are killed
 
 
 def _make_block(task: Task, config: DataConfig, encoder: Encoder) -> bool:
@@ -260,21 +259,6 @@ def _encode(
     for unit in task.units:
         records = read_records(unit, config, bad_records)
         yield from encoder.encode_all(records, bad_records)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep the library ``tokenizers`` from starting threads: processes are parallel."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from tessera.train.data.record_values import (
     text_value,
     unused_keys,
 )
-from tessera.train.data.table_files import TOO_LONG, column_names, read_columns
+from tessera.train.data.table_files import column_names, read_columns
 from tessera.train.data.units import (
     JSON_LINES,
     MOST_TEXT_BYTES,
@@ -253,7 +253,6 @@ def _read_rows(
                 (key, *others),
                 unit.begin,
                 unit.end,
-                _MOST_RECORD_BYTES,
             ):
                 yield row, partial(_values_of_row, {**unused, **values})
         except KeyError as error:
@@ -270,7 +269,7 @@ def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for value in values.values():
         if isinstance(value, UnicodeDecodeError):
             raise not_utf8(value)
-        if value is TOO_LONG:
+        if isinstance(value, (str, bytes)) and len(value) > _MOST_RECORD_BYTES:
             _refuse_length()
         if isinstance(value, Exception):
             raise UnusableRecordError("wrong type", f"it cannot be read: {value}")

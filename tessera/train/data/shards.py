@@ -5,7 +5,7 @@ A block is a folder of shards, and a shard is up to three arrays in NumPy's form
 
     00000.tokens.npy      uint16 or uint32, [tokens]
     00000.starts.npy      int64, [documents]
-    00000.loss_mask.npy   uint8, a bit for each token; only if there are masks
+    00000.loss_mask.npy   bool, [tokens]; only if there are masks
     00001.tokens.npy      …
     manifest.json         what is in each shard; sizes and checksums of its files
 
@@ -33,7 +33,7 @@ from tessera.errors import TokenCacheError
 from tessera.train.data.packing import ShardBuilder, TokenSlice, checksum
 from tessera.train.data.tokenization import Ids
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Changes when the same text would give other files."""
 
 # Tokens of a shard, and the shards whose files and starts a process keeps.
@@ -81,8 +81,8 @@ class StoredShard:
                     raise _damaged(self.path(name), "its checksum is another one")
             self._verified.append(True)
         tokens, starts, mask = _opened(self)
-        bits = None if mask is None else mask.read(begin // 8, -(-end // 8))
-        return TokenSlice.of(tokens.read(begin, end), starts, bits, begin)
+        learned = None if mask is None else mask.read(begin, end)
+        return TokenSlice.of(tokens.read(begin, end), starts, learned, begin)
 
     def path(self, name: str) -> Path:
         """The file of one of the arrays."""

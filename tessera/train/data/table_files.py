@@ -8,7 +8,6 @@ Parquet and a compressed batch of Arrow are decompressed whole, and 60 KB may be
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,9 +22,6 @@ TABLES: Final = (PARQUET, ARROW)
 _BATCH_ROWS: Final = 16
 _BUFFER_BYTES: Final = 2**20
 _ARROW_FILE: Final = b"ARROW1"
-
-TOO_LONG: Final = object()
-"""In place of a value that is too long to be read."""
 
 
 def row_count(path: Path, kind: str) -> int:
@@ -64,13 +60,12 @@ def read_columns(
     keys: Sequence[str],
     begin: int,
     end: int | None,
-    most_bytes: int,
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The rows of some columns in ``[begin, end)``: their numbers and values.
 
     Of the columns but the first, those that do not exist are left out. A value that is
-    not UTF-8 is the ``UnicodeDecodeError``, one of more than ``most_bytes`` TOO_LONG.
-    One that Python cannot have, a date in the year 10,000, is another exception.
+    not UTF-8 is the ``UnicodeDecodeError``, and one that Python cannot have, a date in
+    the year 10,000, another exception.
 
     Raises:
       KeyError: There is no such first column; has the names of the others.
@@ -83,36 +78,18 @@ def read_columns(
             return
         part = slice(max(begin - row, 0), None if end is None else end - row)
         columns = {key: batch.column(key)[part] for key in keys if key in names}
-        values_of = partial(_values, most_bytes=most_bytes)
-        rows = zip(*map(values_of, columns.values()), strict=True)
+        rows = zip(*map(_values, columns.values()), strict=True)
         for number, values in enumerate(rows, row + part.start):
             yield number, dict(zip(columns, values, strict=True))
 
 
-def _values(column: Any, most_bytes: int) -> Iterator[Any]:
-    is_large = column.nbytes > most_bytes
-    try:
-        if not is_large:
-            yield from column.to_pylist()
-            return
-    except Exception:
-        pass
-    for row, scalar in enumerate(column):
+def _values(column: Any) -> Iterator[Any]:
+    for scalar in column:
         try:
-            is_refused = is_large and _size(column, row, scalar) > most_bytes
-            yield TOO_LONG if is_refused else scalar.as_py()
+            yield scalar.as_py()
+        # Whatever a library of dates or decimals raises is about this value alone.
         except Exception as error:
             yield error
-
-
-def _size(column: Any, row: int, scalar: Any) -> int:
-    """The bytes of a value, which is not copied."""
-    if hasattr(scalar, "dictionary"):
-        scalar = scalar.value
-    if hasattr(scalar, "as_buffer"):  # text or bytes
-        buffer = scalar.as_buffer()
-        return 0 if buffer is None else buffer.size
-    return column.slice(row, 1).nbytes
 
 
 def _parquet_batches(
@@ -146,7 +123,8 @@ def _arrow_batches(
     with _arrow(path) as batches:
         for whole in batches:
             for key in set(keys) & {*whole.schema.names}:
-                _check_offsets(whole.column(key))
+                # pyarrow takes offsets as they are: it would read other memory.
+                whole.column(key).validate(full=True)
             for start in range(0, len(whole), _BATCH_ROWS):
                 batch = whole.slice(start, _BATCH_ROWS)
                 yield row, whole.schema.names, batch
@@ -188,31 +166,3 @@ def _errors(path: Path) -> Iterator[None]:
     # Those of pyarrow, and what its parts of Python raise for values in the file.
     except Exception as error:
         raise OSError(str(error)) from error
-
-
-def _check_offsets(column: Any) -> None:
-    """Raise ``ArrowInvalid`` if values of a column lie outside of its buffers.
-
-    pyarrow maps Arrow files as they are: it would read other memory, and crash. Text is
-    checked as bytes, because one value that is not UTF-8 is one bad record.
-    """
-    column.validate()
-    column.view(_as_bytes(column.type)).validate(full=True)
-
-
-def _as_bytes(kind: Any) -> Any:
-    """An Arrow type with bytes in the place of text."""
-    pyarrow = import_extra("pyarrow", "an Arrow file", "data", DataFormatError)
-
-    types = pyarrow.types
-    if types.is_string(kind):
-        return pyarrow.binary()
-    if types.is_large_string(kind):
-        return pyarrow.large_binary()
-    if types.is_struct(kind):
-        return pyarrow.struct([one.with_type(_as_bytes(one.type)) for one in kind])
-    if types.is_list(kind) or types.is_large_list(kind):
-        item = kind.value_field.with_type(_as_bytes(kind.value_type))
-        make = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
-        return make(item)
-    return kind

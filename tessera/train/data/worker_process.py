@@ -55,6 +55,8 @@ class WorkerProcess:
             module_command(__name__, str(memory_bytes), str(cpu_seconds)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Processes are parallel; the library tokenizers need not be.
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # Ctrl-C is for this process
         )
         weakref.finalize(self, _end, self.process)

@@ -150,16 +150,13 @@ def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
         read(list_files(str(path)), text_key="day")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "categories", "messages"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "categories"])
 def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 3000)
     texts = ["one", "x" * 3001, "three", None, "é" * 1400] + ["y" * 2900] * 99
-    column, settings = arrow.array(texts), {}
+    column = arrow.array(texts)
     if kind == "categories":
         column = column.dictionary_encode()
-    if kind == "messages":
-        column = [[{"role": "user", "content": text}] for text in texts]
-        settings = {"messages_key": "text"}
     suffix = "arrow" if kind == "arrow" else "parquet"
     if kind == "arrow":
         write_stream(tmp_path / "a.arrow", texts)
@@ -167,12 +164,9 @@ def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
         write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
     bad_records = BadRecords(2)
     units = list_files(str(tmp_path / f"a.{suffix}"))
-    made = read(units, bad_records, **settings)
-    if kind == "messages":
-        read_texts = [r.conversation.messages[0]["content"] for r in made]
-    else:
-        read_texts = [r.text for r in made]
-    assert read_texts == [t for t in texts if t and len(t) != 3001]
+    assert [r.text for r in read(units, bad_records)] == [
+        t for t in texts if t and len(t) != 3001
+    ]
     assert bad_records.counts == {"too long": 1, "null": 1}
 
 
@@ -249,8 +243,6 @@ def test_a_file_that_is_no_table_is_named(tmp_path, name, content):
 
 def test_a_table_is_read_in_small_batches(tmp_path):
     write_file(tmp_path / "a.parquet", "parquet")
-    rows = tables.read_columns(
-        tmp_path / "a.parquet", "parquet", ["text"], 130, 140, 99
-    )
+    rows = tables.read_columns(tmp_path / "a.parquet", "parquet", ["text"], 130, 140)
     expected = [{"text": text} for text in TEXTS[130:140]]
     assert [*rows] == [*enumerate(expected, 130)]
