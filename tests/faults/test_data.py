@@ -118,12 +118,11 @@ CASES = {
             f"[T606] the data file {name!r} is not text\n  got: {name}: {got}\n",
         )
         for name, got in {
-            "table.csv": "a table, by its suffix .csv",
-            "array.json": "JSON, by its suffix .json",
-            "texts.zip": "an archive, by its suffix .zip",
+            "table.csv": "another format, by its suffix .csv",
+            "array.json": "another format, by its suffix .json",
+            "texts.zip": "another format, by its suffix .zip",
             "utf-16.txt": "binary, with the byte 0x00 at offset 3",
-            "renamed.txt": "gzip, in a file that does not end in .gz, by its first "
-            "bytes",
+            "renamed.txt": "binary, with the byte 0x00 at offset 3",
         }.items()
     },
     "table.parquet, which is no table": (

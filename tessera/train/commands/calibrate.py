@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--cpu-devices", type=_count, metavar="N", help="simulate so many CPU devices"
     )
     options = parser.parse_args(arguments)
-    sys.stdout.write(f"{_calibrate(Path(options.file), options.cpu_devices)}\n")
+    sys.stdout.write(_calibrate(Path(options.file), options.cpu_devices))
     return 0
 
 
@@ -36,7 +36,7 @@ def _count(text: str) -> int:
 
 
 def _calibrate(path: Path, cpu_devices: int | None) -> str:
-    """Write the file; what was measured, as text."""
+    """Write the file; its name and content."""
     if path.suffix != ".toml" or not path.absolute().parent.is_dir():
         raise OutputPathError(
             "the target cannot be written",
@@ -46,9 +46,6 @@ def _calibrate(path: Path, cpu_devices: int | None) -> str:
     from tessera.train.runtime.devices import prepare_devices
 
     prepare_devices(cpu_devices or 1, "cpu" if cpu_devices else "auto")
-    from tessera.analysis.flops import format_flops
-    from tessera.analysis.memory import format_bytes
-    from tessera.analysis.tables import format_seconds
     from tessera.train.planner.calibration import calibrated, measure, write
 
     found = calibrated(measure(), path.stem)
@@ -60,18 +57,4 @@ def _calibrate(path: Path, cpu_devices: int | None) -> str:
             got=f"{str(path)!r}: {error.strerror or error}",
             fix="name a file in a folder that has room for it",
         ) from error
-    lines = [f"{path}: {found.sources['flops']}"]
-    for kind, rate in found.flops.items():
-        share = 1.0 if kind == "elementwise" else found.efficiency["matmul"]
-        name = kind if kind == "elementwise" else f"matmuls in {kind}"
-        lines.append(f"  {name}: {format_flops(rate * share)} FLOP/s")
-    lines.append(f"  memory: {format_bytes(found.memory_bandwidth)}/s")
-    for link in found.links:
-        rate, latency = format_bytes(link.rate), format_seconds(link.latency)
-        lines.append(f"  link {link.name}: {rate}/s, {latency} for a message")
-    for name, seconds in found.overhead.items():
-        spent, each = seconds, f"each {name}"
-        if name == "allocation":
-            spent, each = seconds * 2**30, "allocation of a GiB"
-        lines.append(f"  {each}: {format_seconds(spent)}")
-    return "\n".join(lines)
+    return f"{path}:\n\n{path.read_text(encoding='utf-8')}"

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from tessera.errors import TokenizerError
@@ -38,7 +37,7 @@ class Conversation(NamedTuple):
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: Mapping[str, Any] | None = None
 
 
 # Unicode reserves these two for use inside of a program.
@@ -188,7 +187,7 @@ class ChatTemplate:
         values: dict[str, Any] = {
             **self._special_tokens,
             "documents": None,
-            **arguments,
+            **(arguments or {}),
             "messages": [_normalized(message) for message in messages],
             "tools": tools,
             "add_generation_prompt": prompt,
@@ -230,7 +229,7 @@ class ChatTemplate:
 def unread(source: str, conversation: Conversation) -> Iterator[str]:
     """What a template never names, and so leaves out of the text."""
     messages, tools, arguments = conversation
-    keys = [key for key, value in arguments.items() if value is not None]
+    keys = [key for key, value in (arguments or {}).items() if value is not None]
     keys += ["tools"] if tools else []
     if any(message.get("tool_calls") for message in messages):
         keys.append("tool_calls")

@@ -56,8 +56,8 @@ class TemplateProcess:
           TokenizerError: [T605] the template takes too much time or memory, or writes
             too much.
         """
-        plain = _plain(conversation)
-        return self._call(_render, self._template, plain, add_generation_prompt)
+        prompt = add_generation_prompt
+        return self._call(_render, self._template, conversation, prompt)
 
     def render_answers(
         self, conversation: Conversation
@@ -68,8 +68,7 @@ class TemplateProcess:
           ConversationError: As ``ChatTemplate.render_answers``.
           TokenizerError: [T605] as ``render``.
         """
-        plain = _plain(conversation)
-        text, answers = self._call(_render_answers, self._template, plain)
+        text, answers = self._call(_render_answers, self._template, conversation)
         return text, [AnswerRange(*answer) for answer in answers]
 
     def unread(self, conversation: Conversation) -> Iterator[str]:
@@ -90,12 +89,6 @@ class TemplateProcess:
         if refusal:
             raise ConversationError(refusal)
         return value
-
-
-def _plain(conversation: Conversation) -> Conversation:
-    """The same in containers that can be sent."""
-    messages, tools, arguments = conversation
-    return Conversation([*messages], tools, dict(arguments))
 
 
 def _died(code: int) -> TokenizerError:

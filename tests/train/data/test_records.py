@@ -162,7 +162,7 @@ def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
         list_files(str(tmp_path / "a.json"))
     assert str(caught.value) == (
         "[T606] the data file 'a.json' is not text\n"
-        f"  got: {tmp_path}/a.json: JSON, by its suffix .json\n"
+        f"  got: {tmp_path}/a.json: another format, by its suffix .json\n"
         '  fix: write its texts as lines {"text": …} to a file with the suffix .jsonl: '
         "jq -c '.[]' a.json > texts.jsonl\n"
         "  fix: or train on the raw bytes: data.format=text\n"
