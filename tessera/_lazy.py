@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
-
-Origins: TypeAlias = dict[str, tuple[str, str]]
+from typing import Any
 
 
 def lazy_names(

@@ -30,7 +30,6 @@ from tessera.tracing import casts, scope
 
 ContextVariant: TypeAlias = AllToAll | KeyExchange
 Method: TypeAlias = Literal["ring", "all_to_all"]
-METHODS: Final = ("ring", "all_to_all")
 # More than the distance of any two tokens of a sequence.
 NO_WINDOW: Final = int(np.iinfo(np.int32).max)
 

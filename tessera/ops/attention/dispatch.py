@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax import Array
@@ -38,8 +38,7 @@ from tessera.errors import ImplementationError, did_you_mean
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.tracing import scope
 
-Name: TypeAlias = Literal["cudnn", "splash", "xla"]
-IMPLEMENTATIONS: Final[tuple[str, ...]] = get_args(Name)
+IMPLEMENTATIONS: Final = ("cudnn", "splash", "xla")
 # Those whose matmuls are in the dtype of the operands; no pass can change that.
 KERNELS: Final = ("cudnn", "splash")
 _PACKAGE = "tessera.ops.attention"
@@ -120,10 +119,10 @@ class Device:
         return cls.of(scope.device())
 
 
-def fastest(operands: Operands, options: Options, device: Device) -> Name:
+def fastest(operands: Operands, options: Options, device: Device) -> str:
     """The first implementation that supports such a call, split as it may be."""
     return next(
-        cast("Name", name)
+        name
         for name in IMPLEMENTATIONS
         if unsupported_reason(name, operands, options, device) is None
         and not (name == "splash" and _may_be_split())
@@ -148,7 +147,7 @@ def unsupported_reason(
 
 def check_supported(
     name: str, operands: Operands, options: Options, device: Device
-) -> Name:
+) -> str:
     """The implementation that a call asked for by name.
 
     Raises:
@@ -173,10 +172,10 @@ def check_supported(
             got=reason,
             fix=f"use {' or '.join(others)}, or None for the fastest that fits",
         )
-    return cast("Name", name)
+    return name
 
 
-def attend(name: Name, operands: Operands, options: Options) -> Array:
+def attend(name: str, operands: Operands, options: Options) -> Array:
     """The output of the queries, by the implementation of that name."""
     return _program(name)(operands, options, Device.here())
 

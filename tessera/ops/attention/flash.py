@@ -21,7 +21,6 @@ from tessera.ops.attention.context_parallel_variants import wire_of
 from tessera.ops.attention.dispatch import (
     KERNELS,
     Device,
-    Name,
     Operands,
     Options,
     attend,
@@ -116,7 +115,7 @@ def _in_dtype(operands: Operands, cast: Callable[[Array], Any]) -> Operands:
     return operands._replace(q=q, k=k, v=v)
 
 
-def _dispatch(implementation: str | None, operands: Operands, options: Options) -> Name:
+def _dispatch(implementation: str | None, operands: Operands, options: Options) -> str:
     device = Device.here()
     if implementation is None:
         return fastest(operands, options, device)
