@@ -66,9 +66,8 @@ class State:
                 for name, cell in zip(names, cells, strict=True):
                     named.setdefault(id(cell), (display_name(name), cell))
         self._names = [name for name, _ in named.values()]
-        self.flags = [
-            Key(n, VALUE) for n, name in enumerate(self._names) if name == FLAG
-        ]
+        flags = (n for n, name in enumerate(self._names) if name == FLAG)
+        self.flags = [Key(number, VALUE) for number in flags]
         objects = [value for value in own if is_compared(value)]
         self._targets = [*(cell for _, cell in named.values()), *objects]
         self._ids = {id(target) for target in self._targets}

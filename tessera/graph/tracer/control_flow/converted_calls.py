@@ -107,9 +107,7 @@ def _library_call(
 def _require_own_variables(target: Any, made: Any) -> None:
     """Refuse a function that assigns variables from outside of the call."""
     conversion = current()
-    if conversion is None:
-        return
-    if made.assigns and id(target) not in conversion.own:
+    if conversion is not None and made.assigns and id(target) not in conversion.own:
         raise ControlFlowError(
             f"{target.__qualname__}(), called at {user_line()}, assigns the variable "
             f"{made.assigns[0]!r} from outside of the call",

@@ -90,10 +90,8 @@ class InsertOperators(ast.NodeTransformer):
         item = ast.Name(f"{PREFIX}item", ast.Load())
         target = _at(ast.Assign([node.target], item), node.target)
         body = self._function("body", node, [target, *node.body], item.id)
-        flags = _flags(node)
+        flags = _flags(node) or [ast.Constant(False)]
         is_left = flags[0] if len(flags) == 1 else ast.BoolOp(ast.Or(), flags)
-        if not flags:
-            is_left = ast.Constant(False)
         left = self._function("left", node, [_at(ast.Return(is_left), node)])
         return [left, body, self._call("for_stmt", node, node.iter, left, body)]
 
@@ -158,11 +156,9 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         """A variable of a block may have no value, or none that can be used."""
-        is_read = isinstance(node.ctx, ast.Load) and node.id not in (
-            PREFIX,
-            "__class__",
-        )
-        return _operator("load", node, node, ast.Constant(node.id)) if is_read else node
+        if node.id in (PREFIX, "__class__") or not isinstance(node.ctx, ast.Load):
+            return node
+        return _operator("load", node, node, ast.Constant(node.id))
 
     def _part(self, node: ast.Attribute | ast.Subscript) -> ast.AST:
         """An attribute or an entry; assignments into it are checked."""

@@ -85,10 +85,10 @@ def fill(target: Any, held: Mapping[Any, Any]) -> None:
         return
     if isinstance(target, (set, list, collections.deque)):
         target.clear()
-        add = target.update if isinstance(target, set) else target.extend
-        add(
-            held[entry] for entry in (held if isinstance(target, set) else sorted(held))
-        )
+        if isinstance(target, set):
+            target.update(held)
+        else:
+            target.extend(held[index] for index in sorted(held))
         return
     for entry, value in changed.items():
         if isinstance(target, CellType):
