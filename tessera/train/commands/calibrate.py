@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tessera.errors import OutputPathError, shows_errors
+from tessera.errors import shows_errors
+from tessera.train.commands.output_file import (
+    cannot_write,
+    check_output,
+    coded_errors,
+)
 
 _MOST_DEVICES: Final = 2048  # what a process simulates
 
@@ -37,24 +42,15 @@ def _count(text: str) -> int:
 
 def _calibrate(path: Path, cpu_devices: int | None) -> str:
     """Write the file; its name and content."""
-    if path.suffix != ".toml" or not path.absolute().parent.is_dir():
-        raise OutputPathError(
-            "the target cannot be written",
-            got=f"{str(path)!r}",
-            fix="name a file that ends with .toml, in a folder that is there",
-        )
+    if path.suffix != ".toml":
+        raise cannot_write("the target", path, "its name does not end with .toml")
+    check_output("the target", path)
     from tessera.train.runtime.devices import prepare_devices
 
     prepare_devices(cpu_devices or 1, "cpu" if cpu_devices else "auto")
     from tessera.train.planner.calibration import calibrated, measure, write
 
     found = calibrated(measure(), path.stem)
-    try:
+    with coded_errors("the target", path):
         write(found, path)
-    except OSError as error:
-        raise OutputPathError(
-            "the target cannot be written",
-            got=f"{str(path)!r}: {error.strerror or error}",
-            fix="name a file in a folder that has room for it",
-        ) from error
     return f"{path}:\n\n{path.read_text(encoding='utf-8')}"

@@ -13,7 +13,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.errors import OutputPathError, shows_errors
+from tessera.errors import shows_errors
+from tessera.train.commands.output_file import check_output
 
 
 @shows_errors
@@ -33,7 +34,8 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     add("words", nargs="*", metavar="setting=value", help="as of tessera train")
     add(
-        *("--verify", "-v"),
+        "--verify",
+        "-v",
         type=_count,
         default=5,
         metavar="N",
@@ -58,7 +60,7 @@ def _count(text: str) -> int:
 
 def _plan(options: Namespace) -> str:
     if options.json is not None:
-        _check_writable(options.json)
+        check_output("the plan", options.json)
     # Here, because it imports JAX: --help and wrong options do not wait for it.
     from tessera.train.planner.plan_run import plan_run
     from tessera.train.runtime.devices import prepare_devices
@@ -73,13 +75,3 @@ def _plan(options: Namespace) -> str:
     if options.json is not None:
         options.json.write_text(json.dumps(answer.as_json(), indent=2) + "\n")
     return f"{answer.as_text(options.rows)}\n"
-
-
-def _check_writable(file: Path) -> None:
-    """See before the search that its result can be kept."""
-    if not file.absolute().parent.is_dir() or file.is_dir():
-        raise OutputPathError(
-            "the plan cannot be written",
-            got=f"{str(file)!r}",
-            fix="name a file in a folder that is there",
-        )

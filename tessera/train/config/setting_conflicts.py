@@ -149,8 +149,9 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:
     if coupling is not None:
         gather = " training.pipeline_gather" if "pp" in sizes else ""
         yield Conflict("", "training.numerics" + gather, coupling)
-    f32 = "training.mixed_precision" * _precision(training).reduces_narrow
-    if f32:
+    exclusive = "training.sync_gradients_every training.gradient_compression"
+    if _precision(training).reduces_narrow:
+        exclusive += " training.mixed_precision"
         yield Conflict(
             "training.mixed_precision",
             "training.numerics training.gradient_compression "
@@ -161,7 +162,7 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:
         return
     yield Conflict(
         _mesh(config),
-        f"training.sync_gradients_every training.gradient_compression {f32}",
+        exclusive,
         ", and the stages of pp add up gradients in f32 where they arise",
     )
     yield Conflict(

@@ -13,7 +13,6 @@ from ctypes import c_float
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import getdoc
-from itertools import chain
 from types import UnionType
 from typing import Any, Final, NamedTuple, TypedDict, Unpack, get_type_hints
 
@@ -242,8 +241,11 @@ def describe(cls: type) -> Iterator[Description]:
         default = default_of(one)
         shown = "" if default is MISSING else as_yaml(default)
         limits = one.metadata
-        kinds = ["int"] * ("least" in limits), limits.get("choices", ())
-        kind = " or ".join(chain(*kinds)) if kinds[1] else _type_name(hint)
+        kind = _type_name(hint)
+        if "choices" in limits:
+            kind = " or ".join(limits["choices"])
+            if "least" in limits:
+                kind = f"int or {kind}"
         yield Description(one.name, kind, shown, meanings.get(one.name, ""))
 
 
@@ -328,8 +330,8 @@ def _legal(value: Any, limits: Mapping[str, Any]) -> str:
         return (f"did you mean {close[0]!r}? " if close else "") + f"use {text}"
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     ranges = [f"{words[name]} {limits[name]}" for name in words if name in limits]
-    beyond = isinstance(value, float) and _keeps_to(value, limits)
-    ranges += ["that a float32 holds"] * beyond
+    if isinstance(value, float) and _keeps_to(value, limits):
+        ranges.append("that a float32 holds")
     return f"use a number {' and '.join(ranges)}" if ranges else "use a finite number"
 
 

@@ -70,5 +70,6 @@ class BadRecords:
     def __str__(self) -> str:
         total = sum(self.counts.values())
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in sorted(self.counts.items()))
-        heading = f"{total:,} bad record{'s' * (total != 1)} skipped: {kinds}"
+        records = "record" if total == 1 else "records"
+        heading = f"{total:,} bad {records} skipped: {kinds}"
         return "\n".join([heading, *self.examples])

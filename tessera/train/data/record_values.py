@@ -13,9 +13,19 @@ TEMPLATE_ARGUMENTS: Final = "chat_template_kwargs"
 
 # What other trainers read beside the messages of a record, and this one does not.
 UNUSED: Final = (
-    *("documents", "functions", "function_call", "parallel_tool_calls", "system"),
-    *("images", "videos", "audio", "completion", "chosen", "rejected"),
-    *("weight", "loss_mask"),
+    "documents",
+    "functions",
+    "function_call",
+    "parallel_tool_calls",
+    "system",
+    "images",
+    "videos",
+    "audio",
+    "completion",
+    "chosen",
+    "rejected",
+    "weight",
+    "loss_mask",
 )
 _UNUSED_OF_MESSAGES: Final = ("train", "trainable", "loss", "loss_weight", "mask")
 # Transformers' own parameters, and what the trainer gives the template.

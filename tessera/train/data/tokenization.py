@@ -30,8 +30,17 @@ Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 # Names of the document separator in common model families.
 _SEPARATORS = (
-    *("<bos>", "<s>", "<|begin_of_text|>", "<|begin▁of▁sentence|>", "[BOS]"),
-    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "[EOS]", "[SEP]"),
+    "<bos>",
+    "<s>",
+    "<|begin_of_text|>",
+    "<|begin▁of▁sentence|>",
+    "[BOS]",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<eos>",
+    "</s>",
+    "[EOS]",
+    "[SEP]",
 )
 
 
