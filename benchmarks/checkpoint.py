@@ -33,7 +33,7 @@ from tessera.train.checkpoints.checkpoint_folder import (  # noqa: E402
 from tessera.train.checkpoints.manifest import NAME, write_manifest  # noqa: E402
 from tessera.train.checkpoints.restore_arrays import Restoration  # noqa: E402
 from tessera.train.checkpoints.saving import Checkpoints  # noqa: E402
-from tessera.train.config.config import (  # noqa: E402
+from tessera.train.config.run_config import (  # noqa: E402
     Config,
     ModelConfig,
     TrainingConfig,

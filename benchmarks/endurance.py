@@ -24,7 +24,7 @@ simulate_devices(8)
 import report  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.train.config.config import (  # noqa: E402
+from tessera.train.config.run_config import (  # noqa: E402
     Config,
     ModelConfig,
     RuntimeConfig,

@@ -22,7 +22,7 @@ from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.train_state import init_state
 from tessera.train.planner.layout import Layout

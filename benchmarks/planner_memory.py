@@ -21,7 +21,7 @@ from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import is_safe

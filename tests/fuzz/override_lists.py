@@ -12,9 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from random import Random
 
-from tessera.train.config.config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.train.config.help_text import group_settings
 from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 
 CLASSES = {

@@ -20,8 +20,8 @@ from tessera.mesh import Mesh
 from tessera.targets.machine import machine
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config, data_parallel_groups
 from tessera.train.config.layout_checks import build_model, layout_problems
+from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.legality import Legality

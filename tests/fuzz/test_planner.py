@@ -13,8 +13,8 @@ from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model, layout_problems
+from tessera.train.config.run_config import Config
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.search import search
 from tessera.train.planner.space import AXES, Space

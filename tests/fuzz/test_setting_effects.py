@@ -19,7 +19,7 @@ import pytest
 from tessera.errors import TesseraError
 from tessera.mesh import Mesh
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run as TrainingRun
 from tests.fuzz.override_lists import SETTINGS, SMALL
 

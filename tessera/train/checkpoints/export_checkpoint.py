@@ -24,9 +24,9 @@ from tessera.train.checkpoints.checkpoint_folder import (
 )
 from tessera.train.checkpoints.restore_arrays import plain_shape, split_of
 from tessera.train.checkpoints.tokenizer_files import tokenizer_files
-from tessera.train.config.config import Config
 from tessera.train.config.config_schema import settings_of_text
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.run_config import Config
 from tessera.train.models.definition import ModelOptions
 from tessera.train.models.families.published import GENERATION_FILE, Published
 from tessera.train.models.families.registry import (

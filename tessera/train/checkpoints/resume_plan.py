@@ -20,9 +20,9 @@ from tessera.train.checkpoints import manifest
 from tessera.train.checkpoints.checkpoint_folder import find_newest
 from tessera.train.checkpoints.metadata import Metadata, Stored, read_metadata
 from tessera.train.checkpoints.restore_arrays import ArrayRestore, Restoration
-from tessera.train.config.config import Config
 from tessera.train.config.config_schema import settings_of_text
 from tessera.train.config.layout_checks import layout_problems
+from tessera.train.config.run_config import Config
 from tessera.train.config.settings_checks import check
 from tessera.train.loop.build_run import Run
 

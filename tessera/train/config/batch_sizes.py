@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tessera.errors import BatchSizeError, nearest
-from tessera.train.config.config import Config, data_parallel_groups
+from tessera.train.config.run_config import Config, data_parallel_groups
 
 
 def with_batch_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
@@ -24,7 +24,8 @@ def with_batch_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
       BatchSizeError: [T503] the data-parallel groups cannot share the global batch.
 
     Example:
-      >>> from tessera.train.config.config import Config, ModelConfig, TrainingConfig
+      >>> from tessera.train.config.run_config import Config, ModelConfig
+      >>> from tessera.train.config.run_config import TrainingConfig
       >>> training = TrainingConfig(global_batch_size=96, micro_batch_size=8)
       >>> model = ModelConfig(name="m", config=None)
       >>> config = with_batch_sizes(Config("m", model, training), {"fsdp": 4, "tp": 2})

@@ -33,7 +33,6 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.errors.untrusted_text import printable
-from tessera.train.config.config import Config
 from tessera.train.config.config_schema import as_text, schema, settings_of, typed
 from tessera.train.config.help_text import usage
 from tessera.train.config.optimizer_config import OPTIMIZERS
@@ -46,6 +45,7 @@ from tessera.train.config.overrides import (
     refused,
     unknown_key,
 )
+from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import (
     as_yaml,
     collected,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts between OmegaConf and the dataclasses of ``config.py``."""
+"""Converts between OmegaConf and the dataclasses of ``run_config.py``."""
 
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from typing import Any, Final, cast, get_type_hints
@@ -7,8 +7,8 @@ from typing import Any, Final, cast, get_type_hints
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from tessera.train.config.config import Config, ModelConfig
 from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.config.run_config import Config, ModelConfig
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.models.definition import DECODER, ModelDefinition, definition_of
 

@@ -7,7 +7,7 @@ Hydra's own help shows values alone; here are types and meanings as well.
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import Description, as_yaml, describe, find
 from tessera.train.models.decoder.config import DecoderConfig
 

@@ -14,7 +14,7 @@ from tessera.graph.pipelining import schedule
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import collected
 from tessera.train.loop.device_checks import check_fp8
 from tessera.train.models.frozen_parameters import freeze

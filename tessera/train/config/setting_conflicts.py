@@ -19,7 +19,7 @@ from tessera.errors import (
     TesseraError,
     nearest,
 )
-from tessera.train.config.config import (
+from tessera.train.config.run_config import (
     MESH_AXES,
     Config,
     TrainingConfig,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``setting``: a dataclass field that declares its default and its limits.
 
-Below ``config.py`` and ``optimizers.py``, whose dataclasses are made of settings. What
-a setting means stands in the ``Attributes:`` section of its class, from where
+Below ``run_config.py`` and ``optimizers.py``, whose dataclasses are made of settings.
+What a setting means stands in the ``Attributes:`` section of its class, from where
 ``--help`` and ``docs/reference/configuration.md`` take it.
 """
 

@@ -20,7 +20,7 @@ from tessera.errors import (
 from tessera.foundations.device_grid import checked_axes, checked_shape
 from tessera.train.config import optimizer_config
 from tessera.train.config.batch_sizes import with_batch_sizes
-from tessera.train.config.config import (
+from tessera.train.config.run_config import (
     MESH_AXES,
     Config,
     ModelConfig,

@@ -21,8 +21,8 @@ from tessera.graph.pipelining import Schedule, describe, fewer_microbatches_warn
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
 from tessera.train.config.batch_sizes import with_batch_sizes
-from tessera.train.config.config import Config, data_parallel_groups
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.setting_conflicts import numerics_problems
 from tessera.train.config.setting_fields import raise_all
 from tessera.train.data import Corpus, load

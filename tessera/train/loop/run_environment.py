@@ -11,7 +11,7 @@ from tessera.analysis.trace_events import COMMAND_BUFFERS
 from tessera.jax_compat import target_devices
 from tessera.tracing.scope import current_plan, set_plan
 from tessera.train.config.command_line import Composed
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.loop.folder_lock import FolderLock
 from tessera.train.models.definition import DECODER
 from tessera.train.runtime.cluster import Cluster, detect

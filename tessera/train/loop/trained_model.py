@@ -26,7 +26,7 @@ from tessera.train.checkpoints.export_checkpoint import (
     open_checkpoint,
     settings_of_checkpoint,
 )
-from tessera.train.config.config import MESH_AXES
+from tessera.train.config.run_config import MESH_AXES
 from tessera.train.data.chat_prompts import ChatPrompts
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.tokenization import (

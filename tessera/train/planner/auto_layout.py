@@ -24,7 +24,7 @@ from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
 from tessera.train.checkpoints.choose_checkpoint import AUTO as AUTO_RESUME
 from tessera.train.checkpoints.choose_checkpoint import NONE
-from tessera.train.config.config import data_parallel_groups
+from tessera.train.config.run_config import data_parallel_groups
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.loop.run_folder import CHECKPOINTS
 from tessera.train.planner.answer import Answer, describe

@@ -14,7 +14,7 @@ from tessera.foundations.device_grid import inferred
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config
+from tessera.train.config.run_config import Config
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import is_safe
 from tessera.train.planner.space import REMAT

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from tessera.train.config.config import Config, data_parallel_groups
+from tessera.train.config.run_config import Config, data_parallel_groups
 
 SETTINGS: Final = {
     "sequence_parallel": "model.sequence_parallel",

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Final
 
 from tessera.errors import TesseraError
-from tessera.train.config.config import Config, data_parallel_groups
 from tessera.train.config.layout_checks import (
     model_problems,
     parameter_problems,
     schedule_problems,
 )
+from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.space import REMAT

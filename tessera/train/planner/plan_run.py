@@ -11,9 +11,9 @@ from tessera.foundations.config_files import configs_dir
 from tessera.targets.machine import machine_names
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import target_of
 from tessera.train.config.overrides import is_choice, parse
+from tessera.train.config.run_config import Config
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.search import Candidate, SearchResult, search

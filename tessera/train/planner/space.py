@@ -10,7 +10,7 @@ from typing import Any, Final
 from tessera.errors import BatchSizeError, nearest
 from tessera.foundations.device_grid import inferred
 from tessera.train.config.batch_sizes import with_batch_sizes
-from tessera.train.config.config import GATHERS, Config, data_parallel_groups
+from tessera.train.config.run_config import GATHERS, Config, data_parallel_groups
 from tessera.train.planner.layout import SETTINGS, Layout
 
 AXES: Final = ("pp", "dp", "fsdp", "ep", "cp", "tp")

@@ -20,8 +20,8 @@ from tessera.targets.device_layout import device_grid
 from tessera.targets.link_times import Span, collective_seconds, span
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
-from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.run_config import Config
 from tessera.train.models.model import Model
 from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds

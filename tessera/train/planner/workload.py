@@ -18,8 +18,8 @@ from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.tracing import scope
 from tessera.tracing.scope import Scope
-from tessera.train.config.config import Config
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.run_config import Config
 from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.models.model import Model
 from tessera.train.planner.products import Lookup, Product, TracedCosts, Weight

@@ -4,8 +4,8 @@
 from dataclasses import replace
 
 from tessera.train.config import settings_checks
-from tessera.train.config.config import Config, ModelConfig, TrainingConfig
 from tessera.train.config.layout_checks import layout_problems
+from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.models.named_models import config_of
 
 TINY = ModelConfig(name="tiny", config=config_of("tiny"))

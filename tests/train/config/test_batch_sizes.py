@@ -12,7 +12,7 @@ from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.command_line import compose
-from tessera.train.config.config import Config, ModelConfig, TrainingConfig
+from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.loop.build_run import Run
 
 

@@ -15,14 +15,8 @@ from tessera.errors import ModelShapeError, TesseraError
 from tessera.graph.pipelining import named_schedules
 from tessera.ops.attention.context_parallel_variants import METHODS
 from tessera.ops.compressed_means import COMPRESSIONS
-from tessera.train.config import config
+from tessera.train.config import run_config as config
 from tessera.train.config.command_line import run_from_command_line
-from tessera.train.config.config import (
-    Config,
-    ModelConfig,
-    RuntimeConfig,
-    TrainingConfig,
-)
 from tessera.train.config.config_schema import (
     schema,
     settings_of,
@@ -30,6 +24,12 @@ from tessera.train.config.config_schema import (
     typed,
 )
 from tessera.train.config.help_text import group_settings
+from tessera.train.config.run_config import (
+    Config,
+    ModelConfig,
+    RuntimeConfig,
+    TrainingConfig,
+)
 from tessera.train.config.setting_fields import as_yaml, problems_of
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 from tessera.train.loop.optimizers import OPTIMIZERS, AdamWConfig

@@ -7,7 +7,7 @@ import pytest
 
 from tessera import errors
 from tessera.mesh import Mesh
-from tessera.train.config.config import (
+from tessera.train.config.run_config import (
     Config,
     RuntimeConfig,
     TrainingConfig,

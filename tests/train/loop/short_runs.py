@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.mesh import Mesh
-from tessera.train.config.config import (
+from tessera.train.config.run_config import (
     Config,
     ModelConfig,
     TrainingConfig,

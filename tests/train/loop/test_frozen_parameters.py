@@ -15,7 +15,7 @@ import pytest
 from tessera.errors import SettingValueError
 from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
-from tessera.train.config.config import Config, ModelConfig, TrainingConfig
+from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.optimizers import SgdConfig

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tessera.errors import PipelineSizeError
 from tessera.graph.compile_stages import Compiled
 from tessera.mesh import Mesh
-from tessera.train.config.config import Config, ModelConfig, TrainingConfig
+from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.pipelined_model import PipelinedModel, schedule_of
 from tessera.train.models import DecoderConfig, DecoderModel

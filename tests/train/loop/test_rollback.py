@@ -14,7 +14,7 @@ import pytest
 from tessera.errors import SpikeError, TesseraError
 from tessera.train.checkpoints.choose_checkpoint import choose
 from tessera.train.checkpoints.saving import Checkpoints
-from tessera.train.config.config import ModelConfig, RuntimeConfig, TrainingConfig
+from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console
 from tessera.train.loop.metrics import MetricWriter

@@ -12,7 +12,7 @@ from tessera.analysis.memory import format_bytes
 from tessera.errors import OutputPathError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
-from tessera.train.config.config import Config, ModelConfig, TrainingConfig
+from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.run_summary import dry_run_text, run_rows, write_timeline
 from tests.small_model import SMALL

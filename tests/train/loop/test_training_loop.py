@@ -14,7 +14,7 @@ import pytest
 
 from tessera.analysis.flops import count
 from tessera.errors import LossScaleError
-from tessera.train.config.config import (
+from tessera.train.config.run_config import (
     ModelConfig,
     RuntimeConfig,
     TrainingConfig,

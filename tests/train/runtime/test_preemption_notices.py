@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tessera.train.config.config import PREEMPTION_NOTICES
+from tessera.train.config.run_config import PREEMPTION_NOTICES
 from tessera.train.runtime import preemption_notices as module
 from tessera.train.runtime.preemption_notices import (
     CLOUDS,
