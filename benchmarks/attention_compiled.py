@@ -31,7 +31,7 @@ import report
 
 from tessera import function
 from tessera.analysis.hlo import parse
-from tessera.analysis.timeline.work import work
+from tessera.analysis.timeline.operation_work import work
 from tessera.mesh import Mesh
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Options

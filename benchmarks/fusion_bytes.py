@@ -31,7 +31,7 @@ from flax import nnx
 from tessera import function
 from tessera.analysis.hlo import Computation, Instruction, Module, parse
 from tessera.analysis.timeline.operation_times import OperationTimes, roofline
-from tessera.analysis.timeline.work import Work, is_free, work
+from tessera.analysis.timeline.operation_work import Work, is_free, work
 from tessera.mesh import Mesh
 from tessera.ops.activations import GATES
 from tessera.ops.attention.flash import flash_attention

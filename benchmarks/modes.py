@@ -17,7 +17,7 @@ from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
 from tessera.train.loop.step import StepConfig
 from tessera.train.models.decoder.config import DecoderConfig
-from tessera.train.models.decoder.model import DecoderModel
+from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.named_models import config_of
 from tessera.train.models.pipeline_stages import split_of
 

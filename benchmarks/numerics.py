@@ -23,7 +23,7 @@ from tessera.mesh import Mesh  # noqa: E402
 from tessera.train.loop.optimizers import AdamWConfig, make_optimizer  # noqa: E402
 from tessera.train.loop.pipelined_model import schedule_of  # noqa: E402
 from tessera.train.loop.step import StepConfig  # noqa: E402
-from tessera.train.models.decoder.model import DecoderModel  # noqa: E402
+from tessera.train.models.decoder.decoder_model import DecoderModel  # noqa: E402
 from tessera.train.models.named_models import config_of  # noqa: E402
 from tessera.train.models.pipeline_stages import split_of  # noqa: E402
 

@@ -25,7 +25,7 @@ from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
-from tessera.train.planner.traced_products import Lookup, Product
+from tessera.train.planner.traced_matmuls import Lookup, Product
 from tessera.train.planner.workload import Parameter, Recomputed, Workload
 
 _BF16: Final = 2

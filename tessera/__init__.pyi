@@ -14,7 +14,7 @@ from tessera.debug.compare_layouts import compare_layouts as compare_layouts
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.foundations.dtypes import *
-from tessera.graph import schedule as schedule
+from tessera.graph import step_schedule as schedule
 from tessera.graph.distribute import distribute as distribute
 from tessera.graph.gradient_primitive import grad as grad
 from tessera.graph.jit import function as function

@@ -17,9 +17,9 @@ from tessera.train.data import DataConfig
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.corpus import load
 from tessera.train.data.encoding import Encoder
+from tessera.train.data.file_ranges import Unit
 from tessera.train.data.records import read_records
 from tessera.train.data.tokenization import load_tokenizer
-from tessera.train.data.units import Unit
 from tessera.train.loop.console import Console
 from tessera.train.models.safetensors import SafetensorsFile, write_file
 from tests.train.data.chat_folders import turns, write_folder

@@ -18,8 +18,8 @@ from tessera.analysis.tables import aligned, format_seconds
 from tessera.errors import UnknownPassError, did_you_mean
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.function import Function
-from tessera.graph.step import Step
 from tessera.graph.tracer.declared_layouts import Options
+from tessera.graph.training_steps import Step
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 

@@ -20,9 +20,9 @@ from tessera.errors import ParameterTreeError
 from tessera.graph.compile_stages import Compiled, Traced
 from tessera.graph.function import Function
 from tessera.graph.ir import Value
-from tessera.graph.lower.jit import compile_lowered, lower
-from tessera.graph.step import Step
+from tessera.graph.lower.lower_to_jit import compile_lowered, lower
 from tessera.graph.tracer.arguments import flatten_args
+from tessera.graph.training_steps import Step
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, is_tensor

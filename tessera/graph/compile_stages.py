@@ -16,7 +16,7 @@ from tessera.analysis.memory import Memory, memory
 from tessera.errors import DeviceMemoryError, OutsideTraceError
 from tessera.graph.ir import Graph, Role
 from tessera.graph.lower.dispatch import Dispatch
-from tessera.graph.lower.jit import (
+from tessera.graph.lower.lower_to_jit import (
     check_layouts,
     compile_lowered,
     lower,
@@ -37,11 +37,11 @@ from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, capturing, stored_tensor
 from tessera.targets.target import Target
+from tessera.tracing.mutable_arrays import check_captured
 from tessera.tracing.object_arguments import (
     as_it_is,
     objects_split,
 )
-from tessera.tracing.references import check_captured
 from tessera.tracing.scope import alone_on, transforming
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.eager import run_eagerly
 from tessera.graph.flax_errors import changes_explained
 from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
-from tessera.graph.lower.jit import jitted, without_padding
+from tessera.graph.lower.lower_to_jit import jitted, without_padding
 from tessera.graph.object_copies import OwnObjects
 from tessera.graph.pass_runner import check_names
 from tessera.graph.tracer.arguments import (
@@ -42,16 +42,16 @@ from tessera.graph.tracer.program_lookup import ProgramLookup
 from tessera.graph.tracer.tracer import trace
 from tessera.graph.tracer.write_back import write_back
 from tessera.jax_compat import jaxprs, traces
-from tessera.jax_compat.lines import without_own_frames
+from tessera.jax_compat.equation_lines import without_own_frames
 from tessera.shard import DistTensor
 from tessera.tracing import scope
+from tessera.tracing.mutable_arrays import check_captured
 from tessera.tracing.object_arguments import (
     ObjectCall,
     WithObjects,
     changes_in_place,
     objects_split,
 )
-from tessera.tracing.references import check_captured
 
 __all__ = ["Function", "last_run"]
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tessera.annotations import argument_names
 from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
-from tessera.graph.tracer.leaves import mesh_of_one_device
+from tessera.graph.tracer.argument_leaves import mesh_of_one_device
 from tessera.graph.tracer.static_values import StaticArgument
 from tessera.mesh import Mesh
 from tessera.shard_spec import spec_on

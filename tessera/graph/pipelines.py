@@ -36,9 +36,9 @@ from tessera.graph.pipelining.pipeline_primitive import (
 )
 from tessera.graph.pipelining.schedule_table import Schedule
 from tessera.graph.pipelining.split_stages import stage_end_p
-from tessera.graph.step import Stage, Step
 from tessera.graph.tracer.arguments import as_names, is_in
 from tessera.graph.tracer.declared_layouts import Options, is_number
+from tessera.graph.training_steps import Stage, Step
 from tessera.graph.zero_layouts import split_further
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec

@@ -23,9 +23,9 @@ from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from tessera.jax_compat.checks import check as check
-from tessera.jax_compat.lines import hide_library_frames as hide_library_frames
-from tessera.jax_compat.lines import is_library_code as is_library_code
-from tessera.jax_compat.lines import source_line as source_line
+from tessera.jax_compat.equation_lines import hide_library_frames as hide_library_frames
+from tessera.jax_compat.equation_lines import is_library_code as is_library_code
+from tessera.jax_compat.equation_lines import source_line as source_line
 from tessera.jax_compat.traces import NoGradientByClosure as NoGradientByClosure
 from tessera.jax_compat.traces import all_gather_invariant as all_gather_invariant
 from tessera.jax_compat.traces import ambient_mesh as ambient_mesh

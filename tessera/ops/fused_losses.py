@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``op.fused_linear_cross_entropy``: cross-entropy without materializing the logits.
 
-This module checks the operands and reads their layouts; ``chunked_loss`` computes.
+This module checks the operands and reads their layouts; ``linear_loss_vjp`` computes.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.foundations.labels import IGNORE_INDEX
-from tessera.ops.chunked_loss import fused_loss
-from tessera.ops.loss_chunks import Head, LossLayout, Terms
+from tessera.ops.linear_loss_chunks import Head, LossLayout, Terms
+from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import Reduction, check_settings
 from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array, layout_of

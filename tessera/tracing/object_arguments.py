@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from tessera.errors import WriteBackError
 from tessera.tracing import scope
-from tessera.tracing.references import check_results, given, is_reference
+from tessera.tracing.mutable_arrays import check_results, given, is_reference
 from tessera.tracing.static_attributes import with_snapshots, without_snapshots
 
 STRUCTURE = "<structure>"

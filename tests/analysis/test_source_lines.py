@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tessera.analysis.source_lines import StackFrame, short, user_line
-from tessera.jax_compat.lines import PACKAGE, is_library_code
+from tessera.jax_compat.equation_lines import PACKAGE, is_library_code
 
 JAX = StackFrame("/venv/lib/python3.12/site-packages/jax/_src/lax.py", 9)
 FLAX = StackFrame("/venv/lib/python3.12/site-packages/flax/nnx/linear.py", 8)
@@ -61,7 +61,9 @@ def test_libraries_and_python_itself_are_machinery(path):
 
 
 def test_a_library_outside_of_site_packages_is_machinery(monkeypatch):
-    monkeypatch.setattr("tessera.jax_compat.lines._elsewhere", lambda: ["/opt/src/jax"])
+    monkeypatch.setattr(
+        "tessera.jax_compat.equation_lines._elsewhere", lambda: ["/opt/src/jax"]
+    )
     is_library_code.cache_clear()
     assert is_library_code("/opt/src/jax/_src/lax.py")
     assert not is_library_code("/opt/src/jaxtrain/train.py")

@@ -14,9 +14,9 @@ from tessera.train.data import DataConfig
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.chat_template import Conversation, ConversationError
 from tessera.train.data.encoding import chat_template_of
+from tessera.train.data.file_ranges import Unit, divide
 from tessera.train.data.records import read_records
 from tessera.train.data.tokenization import load_tokenizer
-from tessera.train.data.units import Unit, divide
 from tessera.train.models.safetensors import SafetensorsFile, write_file
 from tessera.train.report import page
 from tests.fuzz.damage import (

@@ -16,11 +16,14 @@ from tessera.train.commands.generate import _conversations, _lines
 from tessera.train.data import DataConfig
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.encoding import Encoder
+from tessera.train.data.file_ranges import Unit
 from tessera.train.data.files import list_files
 from tessera.train.data.records import read_records
-from tessera.train.data.units import Unit
 from tessera.train.loop.trained_model import open_trained
-from tessera.train.models.families.published import GENERATION_FILE, read_published
+from tessera.train.models.families.published_files import (
+    GENERATION_FILE,
+    read_published,
+)
 from tessera.train.models.families.registry import (
     CONFIG_FILE,
     differences,

@@ -15,8 +15,8 @@ import pytest
 from tessera.errors import BadRecordError
 from tessera.train.data import DataConfig
 from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.file_ranges import Unit, divide, split
 from tessera.train.data.records import read_records
-from tessera.train.data.units import Unit, divide, split
 
 Draw = random.Random
 CHARACTERS = [

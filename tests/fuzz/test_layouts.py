@@ -24,9 +24,9 @@ from tessera.train.config.layout_checks import build_model, layout_problems
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.legality import Legality
+from tessera.train.planner.layout_legality import Legality
 from tessera.train.planner.search import search
-from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.search_space import AXES, Space
 from tessera.train.planner.step_time import StepModel
 
 DENSE = tuple(axis for axis in AXES if axis != "ep")

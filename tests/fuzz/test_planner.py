@@ -17,7 +17,7 @@ from tessera.train.config.layout_checks import build_model, layout_problems
 from tessera.train.config.run_config import Config
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.search import search
-from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.search_space import AXES, Space
 from tessera.train.planner.step_time import StepModel
 
 

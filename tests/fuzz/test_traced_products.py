@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tessera.analysis.flops import count
-from tessera.train.planner.products import Weight
-from tessera.train.planner.traced_products import find_products
+from tessera.train.planner.matmuls import Weight
+from tessera.train.planner.traced_matmuls import find_products
 
 SIZES = (1, 2, 3, 4)
 

@@ -20,7 +20,7 @@ import tessera as ts
 from tessera import graph
 from tessera.errors import ArgumentError, WriteBackError
 from tessera.graph import function as function_module
-from tessera.graph.step import Step
+from tessera.graph.training_steps import Step
 from tessera.shard import ShardSpec, tensor
 from tessera.tracing import scope
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera.errors import AbstractMeshError, NoTargetError, UnknownPassError
 from tessera.graph import compile_stages
-from tessera.jax_compat.lines import PACKAGE
+from tessera.jax_compat.equation_lines import PACKAGE
 from tessera.mesh import Mesh
 
 # What was compiled elsewhere has the lines of elsewhere.

@@ -10,7 +10,7 @@ import pytest
 
 import tessera as ts
 from tessera import op
-from tessera.graph.lower.jit import options_of
+from tessera.graph.lower.lower_to_jit import options_of
 from tessera.jax_compat.workarounds import CorrectJit, correct_options
 from tessera.mesh import Mesh
 from tessera.tracing.scope import Plan

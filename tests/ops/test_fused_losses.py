@@ -16,9 +16,9 @@ import tessera as ts
 from tessera.errors import OperandError
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
-from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.fused_losses import fused_linear_cross_entropy
-from tessera.ops.loss_chunks import Head, LossLayout, Terms, chunk_rows
+from tessera.ops.linear_loss_chunks import Head, LossLayout, Terms, chunk_rows
+from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import cross_entropy
 from tessera.tracing import scope
 

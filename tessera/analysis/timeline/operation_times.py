@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tessera.analysis.hlo import Computation, Instruction, Module
-from tessera.analysis.timeline.work import Work, is_free, work
+from tessera.analysis.timeline.operation_work import Work, is_free, work
 from tessera.targets.machine import Machine
 from tessera.targets.target import Target
 

@@ -13,8 +13,12 @@ from typing import Any
 
 import jax
 
+from tessera.graph.tracer.argument_leaves import (
+    is_stored,
+    leaf_signature,
+    stored_arrays,
+)
 from tessera.graph.tracer.arguments import ProgramMismatch
-from tessera.graph.tracer.leaves import is_stored, leaf_signature, stored_arrays
 from tessera.jax_compat import dispatch
 from tessera.jax_compat.dispatch import OtherMemoryLayout
 

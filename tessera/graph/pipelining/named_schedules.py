@@ -13,7 +13,7 @@ from tessera.errors import (
     UnknownScheduleError,
     did_you_mean,
 )
-from tessera.graph.pipelining.legality import check
+from tessera.graph.pipelining.schedule_legality import check
 from tessera.graph.pipelining.schedule_table import KINDS, Op, Schedule
 
 

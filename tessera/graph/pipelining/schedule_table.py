@@ -49,8 +49,8 @@ class Schedule:
     sends an activation to the next virtual stage and a gradient to the previous one,
     which arrive for the next tick. A tick lasts as long as the slowest device's work.
 
-    Nothing is checked here: :func:`tessera.graph.pipelining.legality.check` says
-    whether a table can be executed.
+    Nothing is checked here: :func:`tessera.graph.pipelining.schedule_legality.check`
+    says whether a table can be executed.
 
     Args:
       name: The name of the schedule.

@@ -18,7 +18,7 @@ from jax.sharding import (
 from tessera.annotations import Binding, bind, check_call, hints_of
 from tessera.errors import ArgumentError
 from tessera.foundations.tree import Skeleton, is_childless, path_name
-from tessera.graph.tracer.leaves import TRACED, Leaf, stored_arrays
+from tessera.graph.tracer.argument_leaves import TRACED, Leaf, stored_arrays
 from tessera.graph.tracer.static_values import (
     StaticArgument,
     StaticValue,

@@ -19,8 +19,8 @@ from tessera.errors import LayoutMismatchError, SpecFormError, did_you_mean
 from tessera.foundations.device_grid import DATA_AXES
 from tessera.foundations.tree import Skeleton, path_name
 from tessera.graph.ir import Role, Value
+from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.arguments import Argument, Call, is_in
-from tessera.graph.tracer.leaves import Leaf
 from tessera.graph.tracer.strategies import Strategy
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.foundations.tree import partition
+from tessera.graph.tracer.argument_leaves import mesh_here
 from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.declared_layouts import (
     Options,
@@ -18,7 +19,6 @@ from tessera.graph.tracer.declared_layouts import (
     is_number,
     output_values,
 )
-from tessera.graph.tracer.leaves import mesh_here
 from tessera.graph.tracer.write_back import (
     MutationTracker,
     check_no_alias,

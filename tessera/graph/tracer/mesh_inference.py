@@ -8,8 +8,8 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera.errors import MeshConflictError
 from tessera.graph.ir import Graph, Role
+from tessera.graph.tracer.argument_leaves import ONE_DEVICE, Leaf, mesh_here
 from tessera.graph.tracer.declared_layouts import Options
-from tessera.graph.tracer.leaves import ONE_DEVICE, Leaf, mesh_here
 from tessera.jax_compat import jaxprs, primitives
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 

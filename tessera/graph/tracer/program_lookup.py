@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.tree_util import PyTreeDef
 
-from tessera.graph.tracer.leaves import leaf_signature
+from tessera.graph.tracer.argument_leaves import leaf_signature
 
 _Item = TypeVar("_Item")
 

@@ -22,9 +22,9 @@ from tessera.annotations import Annotation, Dim, bind, bind_call
 from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.foundations.tree import Skeleton, named_leaves, partition
 from tessera.graph.ir import Graph
+from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.arguments import Argument, Call
 from tessera.graph.tracer.declared_layouts import is_number
-from tessera.graph.tracer.leaves import Leaf
 from tessera.graph.tracer.strategies import Strategy
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh, manual_axes, opened_or_none

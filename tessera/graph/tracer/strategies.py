@@ -24,6 +24,7 @@ from tessera.errors import (
 )
 from tessera.graph.ir import Graph
 from tessera.graph.pipelining.pipeline_primitive import argument_rows
+from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import updated_indices
 from tessera.graph.tracer.arguments import Argument, Call, is_in
 from tessera.graph.tracer.carried_state import (
@@ -32,7 +33,6 @@ from tessera.graph.tracer.carried_state import (
     layouts_of_results,
     results_in_parts,
 )
-from tessera.graph.tracer.leaves import Leaf
 from tessera.graph.tracer.strategy_roles import (
     BATCH,
     GRADIENTS,

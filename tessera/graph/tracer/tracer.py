@@ -27,6 +27,7 @@ from tessera.graph.pipelining.pipeline_primitive import (
     argument_rows,
     has_pipeline,
 )
+from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import gradient_uses
 from tessera.graph.tracer.arguments import Call, is_in
 from tessera.graph.tracer.control_flow.autograph import with_control_flow
@@ -39,7 +40,6 @@ from tessera.graph.tracer.declared_layouts import (
     output_values,
     parameter_value,
 )
-from tessera.graph.tracer.leaves import Leaf
 from tessera.graph.tracer.mesh_inference import (
     Owned,
     captured_leaves,
@@ -56,8 +56,8 @@ from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import in_types_of, layout_of
 from tessera.shard import DistTensor
 from tessera.tracing import casts, scope
+from tessera.tracing.mutable_arrays import refuse_on_one_device
 from tessera.tracing.object_arguments import as_it_is, split_result
-from tessera.tracing.references import refuse_on_one_device
 
 # Usually two: one that finds the parameters and one with inputs for them.
 _MAX_TRACES = 9

@@ -28,7 +28,7 @@ from tessera.train.config.config_schema import settings_of_text
 from tessera.train.config.layout_checks import build_model
 from tessera.train.config.run_config import Config
 from tessera.train.models.definition import ModelOptions
-from tessera.train.models.families.published import GENERATION_FILE, Published
+from tessera.train.models.families.published_files import GENERATION_FILE, Published
 from tessera.train.models.families.registry import (
     CONFIG_FILE,
     family_of,

@@ -16,7 +16,7 @@ from typing import Any
 
 from tessera.errors import OperandError, TokenizerError, shows_errors
 from tessera.train.data.chat_template import Conversation
-from tessera.train.data.extras import import_extra
+from tessera.train.data.optional_libraries import import_extra
 
 
 @cache

@@ -62,7 +62,7 @@ from tessera.train.models.definition import (
     registered_model,
 )
 from tessera.train.models.families.config_keys import ignored_keys
-from tessera.train.models.families.published import published_texts
+from tessera.train.models.families.published_files import published_texts
 from tessera.train.models.families.registry import (
     CONFIG_FILE,
     family_of,

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from tessera.errors import TokenizerError
-from tessera.train.data.extras import import_extra
+from tessera.train.data.optional_libraries import import_extra
 
 Message = Mapping[str, Any]
 

@@ -25,9 +25,7 @@ from tessera.errors import (
 )
 from tessera.errors.untrusted_text import parse_json
 from tessera.train.data.data_config import DataConfig
-from tessera.train.data.records import not_text
-from tessera.train.data.table_files import ARROW, PARQUET, TABLES
-from tessera.train.data.units import (
+from tessera.train.data.file_ranges import (
     COMPRESSIONS,
     JSON_LINES,
     TEXT,
@@ -35,6 +33,8 @@ from tessera.train.data.units import (
     divide,
     split,
 )
+from tessera.train.data.records import not_text
+from tessera.train.data.table_files import ARROW, PARQUET, TABLES
 from tessera.train.files.regular_files import is_kernel_file, read_regular
 
 TEXT_SUFFIXES: Final = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")

@@ -26,6 +26,7 @@ from tessera.errors import TesseraError, TokenCacheError
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.encoding import Encoder
+from tessera.train.data.file_ranges import Unit
 from tessera.train.data.records import read_records
 from tessera.train.data.shards import (
     FORMAT,
@@ -36,7 +37,6 @@ from tessera.train.data.shards import (
 )
 from tessera.train.data.table_files import TABLES
 from tessera.train.data.tokenization import tokenizer_files
-from tessera.train.data.units import Unit
 from tessera.train.data.worker_process import (
     READER_BYTES,
     WorkerDiedError,

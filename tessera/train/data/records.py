@@ -15,6 +15,13 @@ from tessera.errors.untrusted_text import check_json_values
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.data_config import DataConfig
+from tessera.train.data.file_ranges import (
+    JSON_LINES,
+    MOST_TEXT_BYTES,
+    TEXT,
+    Unit,
+    line_sizes,
+)
 from tessera.train.data.record_values import (
     TEMPLATE_ARGUMENTS,
     TOOLS,
@@ -27,13 +34,6 @@ from tessera.train.data.record_values import (
     unused_keys,
 )
 from tessera.train.data.table_files import column_names, read_columns
-from tessera.train.data.units import (
-    JSON_LINES,
-    MOST_TEXT_BYTES,
-    TEXT,
-    Unit,
-    line_sizes,
-)
 from tessera.train.files.regular_files import check_regular
 
 _MOST_RECORD_BYTES: Final = 64 * 2**20

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import DataFormatError, TesseraError
-from tessera.train.data.extras import import_extra
+from tessera.train.data.optional_libraries import import_extra
 
 PARQUET: Final = "parquet"
 ARROW: Final = "arrow"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import TesseraError, TokenizerError, did_you_mean
-from tessera.train.data.extras import import_extra
+from tessera.train.data.optional_libraries import import_extra
 from tessera.train.data.tokenizer_folder import (
     LONGEST_FILE,
     TOKENIZER_FILES,

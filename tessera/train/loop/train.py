@@ -23,7 +23,7 @@ from tessera.train.loop.run_records import description_of, recorded
 from tessera.train.loop.run_report import reported
 from tessera.train.loop.run_summary import dry_run, run_rows
 from tessera.train.loop.training_loop import Callbacks, Trainer
-from tessera.train.models.families.published import published_texts
+from tessera.train.models.families.published_files import published_texts
 from tessera.train.records.phases import PhaseClock
 from tessera.train.runtime.compile_cache import make_compile_cache
 from tessera.train.runtime.preemption_notices import CLOUDS, preemption_notices

@@ -38,9 +38,9 @@ from tessera.train.data.tokenization import (
 from tessera.train.data.vocabulary import check_tokens
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.models.decoder.config import DecoderConfig
-from tessera.train.models.decoder.model import DecoderModel
+from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.definition import ModelOptions, import_module
-from tessera.train.models.families.published import Published, read_published
+from tessera.train.models.families.published_files import Published, read_published
 from tessera.train.models.model import Model
 from tessera.train.models.model_folder import ModelFolder
 from tessera.train.models.weights import import_weights

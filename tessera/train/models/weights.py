@@ -21,9 +21,9 @@ from tessera.errors import WeightFileError
 from tessera.foundations.dtypes import as_dtype
 from tessera.foundations.tree import Tree, named_leaves, nest
 from tessera.mesh import Mesh
-from tessera.train.models.decoder.model import DecoderModel
+from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.families.family import Tensor
-from tessera.train.models.families.published import (
+from tessera.train.models.families.published_files import (
     GENERATION_FILE,
     Published,
     read_published,

@@ -15,7 +15,7 @@ import numpy as np
 
 from tessera.errors import ModelFolderError, OutputPathError
 from tessera.train.models.families.family import Tensor
-from tessera.train.models.families.published import Published
+from tessera.train.models.families.published_files import Published
 from tessera.train.models.families.registry import CONFIG_FILE, family_for
 from tessera.train.models.merge_adapters import Layouts, Read, adapters_of
 from tessera.train.models.model_folder import INDEX, WEIGHTS

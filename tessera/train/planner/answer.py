@@ -11,7 +11,7 @@ from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.target import Target
 from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.search import Candidate, SearchResult
-from tessera.train.planner.space import Space
+from tessera.train.planner.search_space import Space
 from tessera.train.planner.step_time import Prediction
 
 UNCERTAINTY: Final = (

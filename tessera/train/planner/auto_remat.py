@@ -17,7 +17,7 @@ from tessera.train.config.command_line import compose
 from tessera.train.config.run_config import Config
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import is_safe
-from tessera.train.planner.space import REMAT
+from tessera.train.planner.search_space import REMAT
 from tessera.train.planner.step_time import StepModel
 
 AUTO: Final = "training.remat=auto"

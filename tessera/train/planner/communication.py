@@ -20,7 +20,7 @@ from typing import Final
 
 from tessera.train.planner.device_work import DeviceWork
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.products import Lookup
+from tessera.train.planner.matmuls import Lookup
 from tessera.train.planner.workload import Parameter, Workload
 
 _F32: Final = 4

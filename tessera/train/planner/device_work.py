@@ -14,8 +14,8 @@ from typing import Final
 from tessera.targets.machine import Machine
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.pipeline_stages import StageSplit
-from tessera.train.planner.products import Product
-from tessera.train.planner.ragged_products import RaggedProducts
+from tessera.train.planner.matmuls import Product
+from tessera.train.planner.ragged_matmuls import RaggedProducts
 from tessera.train.planner.workload import Parameter, Workload
 
 # The other axes that shard parameters have them gathered before they are used.

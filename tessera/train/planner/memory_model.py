@@ -11,7 +11,7 @@ differentiated, so are the layer's own results and the gradients so far.
 from dataclasses import dataclass
 from typing import Final
 
-from tessera.ops.loss_chunks import chunk_rows
+from tessera.ops.linear_loss_chunks import chunk_rows
 from tessera.targets.machine import Machine
 from tessera.train.planner.device_work import DeviceWork
 from tessera.train.planner.layout import Layout

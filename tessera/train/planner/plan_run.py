@@ -17,7 +17,7 @@ from tessera.train.config.run_config import Config
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.search import Candidate, SearchResult, search
-from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.search_space import AXES, Space
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.verify import default_processes, verify
 

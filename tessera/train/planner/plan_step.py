@@ -15,7 +15,7 @@ from tessera.errors import PlanError, TesseraError
 from tessera.graph.function import Function
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
-from tessera.train.planner.space import factorings
+from tessera.train.planner.search_space import factorings
 
 _COLUMNS = ("mesh", "step", "compute", "exposed", "idle", "memory", "of device")
 _MOST_MESHES = 64

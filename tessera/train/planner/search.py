@@ -13,9 +13,9 @@ from typing import Final
 
 from tessera.errors import TesseraError
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.legality import Legality
+from tessera.train.planner.layout_legality import Legality
 from tessera.train.planner.memory_model import is_safe
-from tessera.train.planner.space import MOST_MICROBATCHES, Sizes, Space
+from tessera.train.planner.search_space import MOST_MICROBATCHES, Sizes, Space
 from tessera.train.planner.step_time import Prediction, StepModel
 
 # Layouts whose orders of axes are all looked at, and that are kept.

@@ -27,7 +27,7 @@ from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MemoryEstimate, memory_of
-from tessera.train.planner.space import REMAT
+from tessera.train.planner.search_space import REMAT
 from tessera.train.planner.workload import Workload, workload
 
 

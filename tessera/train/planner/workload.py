@@ -22,8 +22,8 @@ from tessera.train.config.layout_checks import build_model
 from tessera.train.config.run_config import Config
 from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.models.model import Model
-from tessera.train.planner.products import Lookup, Product, TracedCosts, Weight
-from tessera.train.planner.traced_products import find_products
+from tessera.train.planner.matmuls import Lookup, Product, TracedCosts, Weight
+from tessera.train.planner.traced_matmuls import find_products
 
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
 # The second number of sequences that is traced: blocks of attention depend on it.

@@ -7,7 +7,7 @@ import pytest
 
 from tessera.analysis.hlo import parse
 from tessera.analysis.timeline.operation_times import OperationTimes, roofline
-from tessera.analysis.timeline.work import Work
+from tessera.analysis.timeline.operation_work import Work
 from tests.analysis.timeline.round_targets import GPU, TPU
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"3000"}}'

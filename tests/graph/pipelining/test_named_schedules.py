@@ -8,7 +8,6 @@ import pytest
 
 from tessera.errors import PipelineSizeError, ScheduleError, UnknownScheduleError
 from tessera.graph.pipelining import Op, custom, schedule
-from tessera.graph.pipelining.legality import check
 from tessera.graph.pipelining.named_schedules import (
     NAMES,
     gpipe,
@@ -16,6 +15,7 @@ from tessera.graph.pipelining.named_schedules import (
     one_f_one_b,
     zero_bubble,
 )
+from tessera.graph.pipelining.schedule_legality import check
 from tests.graph.pipelines import cases
 
 STAGES = range(1, 8)

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.errors import ArgumentError
+from tessera.graph.tracer.argument_leaves import Leaf, leaf_signature
 from tessera.graph.tracer.arguments import changed_statics, flatten_args
-from tessera.graph.tracer.leaves import Leaf, leaf_signature
 from tessera.shard import ShardSpec, tensor
 
 X = jnp.ones((8, 2))

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.errors import MeshConflictError
-from tessera.graph.tracer.leaves import Leaf
+from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.mesh_inference import common_mesh
 from tessera.mesh import Mesh
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tessera.graph.tracer.leaves import leaf_signature
+from tessera.graph.tracer.argument_leaves import leaf_signature
 from tessera.graph.tracer.program_lookup import ProgramLookup
 
 

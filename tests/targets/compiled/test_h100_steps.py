@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tessera import function
-from tessera.graph.lower.jit import options_of
+from tessera.graph.lower.lower_to_jit import options_of
 from tessera.mesh import Mesh
 from tests.targets.compiled.programs import (
     ACTIVATIONS,

@@ -13,7 +13,7 @@ from tessera.train.config.command_line import compose
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
-from tessera.train.models.families.published import Published, published_texts
+from tessera.train.models.families.published_files import Published, published_texts
 from tests.train.models.published_configs import CONFIGS
 
 SMALL = (

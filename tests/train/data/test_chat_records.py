@@ -16,9 +16,9 @@ from tessera.train.commands import generate
 from tessera.train.data import DataConfig, load
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.encoding import Encoder
+from tessera.train.data.file_ranges import Unit
 from tessera.train.data.records import read_records
 from tessera.train.data.tokenization import load_tokenizer, tokenizer_files
-from tessera.train.data.units import Unit
 from tests.train.data.chat_folders import turns, write_folder
 from tests.train.data.chat_records import TEMPLATE, draw_record
 

@@ -9,9 +9,9 @@ import pytest
 
 from tessera.errors import EmptyDataError, SettingValueError, VocabularyError
 from tessera.train.data import DataConfig, SyntheticConfig, load
+from tessera.train.data.file_ranges import split
 from tessera.train.data.files import list_files
 from tessera.train.data.packing import PackedRows
-from tessera.train.data.units import split
 
 
 def corpus(path="", *, sequence_length=8, seed=0, vocab_size=257, **settings):

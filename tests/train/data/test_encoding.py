@@ -21,9 +21,9 @@ from tessera.train.data.chat_template import (
     ConversationError,
 )
 from tessera.train.data.encoding import Encoder
+from tessera.train.data.file_ranges import Unit
 from tessera.train.data.records import Record
 from tessera.train.data.tokenization import load_tokenizer
-from tessera.train.data.units import Unit
 from tests.train.data.chat_folders import (
     CONVERSATIONS,
     TEMPLATES,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tessera.errors import DataNotFoundError, EmptyDataError
+from tessera.train.data.file_ranges import Unit
 from tessera.train.data.files import list_files, list_stdlib
-from tessera.train.data.units import Unit
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from tessera.errors import (
     SettingConflictError,
     TokenCacheError,
 )
-from tessera.train.data import DataConfig, load, preparation, records, units
+from tessera.train.data import DataConfig, file_ranges, load, preparation, records
 from tessera.train.data import table_files as tables
 from tessera.train.data.bad_records import BadRecords
+from tessera.train.data.file_ranges import divide, split
 from tessera.train.data.files import list_files, units_of
 from tessera.train.data.records import read_records
-from tessera.train.data.units import divide, split
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -175,7 +175,7 @@ def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
 def test_a_table_that_takes_all_memory_ends_nothing(tmp_path, monkeypatch, kind):
     """A part of it is decompressed whole, and 60 KB may become gigabytes."""
     monkeypatch.setattr(preparation, "READER_BYTES", 2**30)
-    monkeypatch.setattr(units, "READER_BYTES", 2**30)
+    monkeypatch.setattr(file_ranges, "READER_BYTES", 2**30)
     path = tmp_path / f"a.{kind}"
     table = arrow.table({"text": ["x" * 2**27]})
     table = arrow.concat_tables([table] * 8).combine_chunks()

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from tessera.analysis.inspection import inspect
 from tessera.errors import HostMemoryError
-from tessera.graph.lower.jit import jitted
+from tessera.graph.lower.lower_to_jit import jitted
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale

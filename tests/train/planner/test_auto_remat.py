@@ -14,7 +14,7 @@ from tessera.train.planner.auto_layout import with_layout
 from tessera.train.planner.auto_remat import AUTO, choose_remat
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MARGIN
-from tessera.train.planner.space import REMAT
+from tessera.train.planner.search_space import REMAT
 from tessera.train.planner.step_time import StepModel
 
 MESH = "model.mesh_shape=[[2,-1],[fsdp,tp]]"

@@ -12,7 +12,7 @@ from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.config.layout_checks import layout_problems
 from tessera.train.planner.search import search
-from tessera.train.planner.space import AXES, Space
+from tessera.train.planner.search_space import AXES, Space
 from tessera.train.planner.step_time import StepModel
 
 WORDS = ("data=synthetic", "training.sequence_length=64")

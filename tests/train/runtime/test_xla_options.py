@@ -11,7 +11,7 @@ import pytest
 
 import tessera as ts
 from tessera import errors
-from tessera.graph.lower.jit import options_of
+from tessera.graph.lower.lower_to_jit import options_of
 from tessera.jax_compat.workarounds import correct_options
 from tessera.tracing import scope
 from tessera.train.config.command_line import compose

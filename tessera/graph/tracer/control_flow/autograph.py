@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from tessera.errors import ControlFlowError
-from tessera.graph.tracer.control_flow.active_conversion import (
+from tessera.graph.tracer.control_flow.conversion_state import (
     NEEDS_VALUE,
     Conversion,
     open_conversion,

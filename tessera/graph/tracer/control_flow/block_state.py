@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
-from tessera.graph.tracer.control_flow.active_conversion import current
+from tessera.graph.tracer.control_flow.changeable_objects import (
+    change_error,
+    foreign_parts,
+)
+from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.lower_jumps import FLAG, display_name
 from tessera.graph.tracer.control_flow.object_content import (
     ABSENT,
@@ -23,7 +27,6 @@ from tessera.graph.tracer.control_flow.object_content import (
     flattened,
     is_compared,
 )
-from tessera.graph.tracer.control_flow.own_objects import change_error, foreign_parts
 
 Contents = list[dict[Any, Any]]
 

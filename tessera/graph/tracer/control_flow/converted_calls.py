@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from tessera.errors import BranchError, ControlFlowError
 from tessera.graph.tracer.control_flow import (
     branches,
+    changeable_objects,
     loops,
-    own_objects,
     printing,
 )
 from tessera.graph.tracer.control_flow.absent_values import NotReturned
-from tessera.graph.tracer.control_flow.active_conversion import current
+from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.function_source import Unconvertible
 from tessera.graph.tracer.control_flow.object_content import CONTAINERS
 from tessera.graph.tracer.control_flow.source_conversion import convert
@@ -77,10 +77,10 @@ def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return builtin(*args, **kwargs)
     if _has_plain_constructor(function):
         new = object.__new__(function)
-        own_objects.adopt_result(new, function, ())
+        changeable_objects.adopt_result(new, function, ())
         converted_call(function.__init__, new, *args, **kwargs)
         if converted(function.__init__) is None:  # of a dataclass
-            own_objects.adopt_result(new, function, (*args, *kwargs.values()))
+            changeable_objects.adopt_result(new, function, (*args, *kwargs.values()))
         return new
     target, bound = target_of(function)
     made = None if target is None else converted(target)
@@ -97,10 +97,10 @@ def _library_call(
     _require_traceable(function, target, (*args, *kwargs.values()))
     owner = getattr(function, "__self__", None)
     given = [None if isinstance(owner, ModuleType) else owner, *args, *kwargs.values()]
-    with own_objects.only_own_changed(function, given):
+    with changeable_objects.only_own_changed(function, given):
         named = {name: _callback(value) for name, value in kwargs.items()}
         result = function(*map(_callback, args), **named)
-    own_objects.adopt_result(result, function, given)
+    changeable_objects.adopt_result(result, function, given)
     return result
 
 
@@ -171,7 +171,7 @@ def _has_plain_constructor(function: Any) -> bool:
 
 def _checked(assign: Callable[..., None]) -> Callable[..., None]:
     def assign_checked(value: Any, *rest: Any) -> None:
-        assign(own_objects.written(value, f"a {type(value).__name__}"), *rest)
+        assign(changeable_objects.written(value, f"a {type(value).__name__}"), *rest)
 
     return assign_checked
 
@@ -255,10 +255,10 @@ def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "call": converted_call,
     "returned": _returned,
-    "load": own_objects.load,
-    "made": own_objects.made,
-    "written": own_objects.written,
-    "in_place": own_objects.in_place,
+    "load": changeable_objects.load,
+    "made": changeable_objects.made,
+    "written": changeable_objects.written,
+    "in_place": changeable_objects.in_place,
     "is_": _is,
     "if_stmt": branches.if_stmt,
     "if_exp": branches.if_exp,
@@ -305,7 +305,7 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with own_objects.arguments_adopted(*args, *kwargs.values()):
+        with changeable_objects.arguments_adopted(*args, *kwargs.values()):
             return converted_call(function, *args, **kwargs)
 
     return run

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.absent_values import Unusable
-from tessera.graph.tracer.control_flow.active_conversion import current
 from tessera.graph.tracer.control_flow.block_state import Key, State
 from tessera.graph.tracer.control_flow.branches import choose
+from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.merge_points import (
     Merge,
     Merged,

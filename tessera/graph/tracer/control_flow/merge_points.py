@@ -17,14 +17,14 @@ import jax.numpy as jnp
 
 from tessera.errors import BranchError
 from tessera.graph.tracer.control_flow.absent_values import NotReturned, Unusable
-from tessera.graph.tracer.control_flow.active_conversion import current
 from tessera.graph.tracer.control_flow.block_state import Key, State
+from tessera.graph.tracer.control_flow.changeable_objects import mutable_objects
+from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.object_content import (
     ABSENT,
     Tree,
     is_compared,
 )
-from tessera.graph.tracer.control_flow.own_objects import mutable_objects
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.jax_compat import jaxprs, traces

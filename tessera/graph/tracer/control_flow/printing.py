@@ -13,7 +13,7 @@ import numpy as np
 
 from tessera.errors import ArgumentError, ControlFlowError
 from tessera.graph.tracer.control_flow.absent_values import Unusable
-from tessera.graph.tracer.control_flow.active_conversion import current
+from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.jax_compat import jaxprs, traces
 from tessera.tracing import scope

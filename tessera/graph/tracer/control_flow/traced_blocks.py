@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import ControlFlowError, TesseraError
-from tessera.graph.tracer.control_flow.active_conversion import (
+from tessera.graph.tracer.control_flow.block_state import Contents, Key, State
+from tessera.graph.tracer.control_flow.conversion_state import (
     NEEDS_VALUE,
     current,
 )
-from tessera.graph.tracer.control_flow.block_state import Contents, Key, State
 from tessera.graph.tracer.control_flow.merge_points import (
     SCALARS,
     describe,

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from tessera.graph.tracer.control_flow.active_conversion import current
+from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.jax_compat import jaxprs
 
 _JITTED: Any = type(jax.jit(len))

@@ -22,8 +22,8 @@ from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
 from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.decoder import Decoder
+from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.decoder.layers import Attend, soft_capped
-from tessera.train.models.decoder.model import DecoderModel
 from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoding import Decoding, Logits, Pads
 

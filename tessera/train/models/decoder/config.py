@@ -17,7 +17,7 @@ from tessera.train.models.definition import DECODER, ModelDefinition, ModelOptio
 if TYPE_CHECKING:
     from tessera.mesh import Mesh
     from tessera.ops.attention.context_parallel_variants import Method
-    from tessera.train.models.decoder.model import DecoderModel
+    from tessera.train.models.decoder.decoder_model import DecoderModel
 
 ACTIVATIONS: Final = ("gelu_tanh", "silu")
 ROPE_KINDS: Final = ("linear", "llama3", "yarn")
@@ -366,7 +366,7 @@ class DecoderDefinition(ModelDefinition):
         self, config: DecoderConfig, options: ModelOptions, mesh: "Mesh | None"
     ) -> "DecoderModel":
         """The model, with the stages of a mesh that has ``pp``."""
-        from tessera.train.models.decoder.model import DecoderModel
+        from tessera.train.models.decoder.decoder_model import DecoderModel
         from tessera.train.models.pipeline_stages import split_of
 
         return DecoderModel(

@@ -18,9 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tessera.mesh import manual_axes
-from tessera.ops.chunked_loss import fused_loss
 from tessera.ops.embedding import look_up
-from tessera.ops.loss_chunks import Head, LossLayout, Terms
+from tessera.ops.linear_loss_chunks import Head, LossLayout, Terms
+from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import cross_entropy
 from tessera.ops.wide_gradients import with_wide_gradient
 from tessera.train.models.decoder.config import DecoderConfig

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.ops.attention.blockwise import varying_alike
-from tessera.ops.loss_chunks import (
+from tessera.ops.linear_loss_chunks import (
     Head,
     LossCall,
     LossLayout,

@@ -13,7 +13,7 @@ import pytest
 import tessera as ts
 from tessera import errors, graph, schedule
 from tessera.graph.compile_stages import Lowered
-from tessera.graph.lower.jit import compile_lowered, options_of
+from tessera.graph.lower.lower_to_jit import compile_lowered, options_of
 from tessera.jax_compat.workarounds import correct_options
 from tessera.mesh import Mesh
 from tessera.tracing import scope

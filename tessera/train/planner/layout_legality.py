@@ -18,7 +18,7 @@ from tessera.train.config.layout_checks import (
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.space import REMAT
+from tessera.train.planner.search_space import REMAT
 
 # Axes that shard no parameter.
 _OF_ACTIVATIONS: Final = ("dp", "cp")

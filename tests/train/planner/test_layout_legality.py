@@ -8,9 +8,9 @@ import pytest
 
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.command_line import compose
-from tessera.train.planner import legality as legality_module
+from tessera.train.planner import layout_legality as legality_module
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.legality import Legality
+from tessera.train.planner.layout_legality import Legality
 
 WORDS = ("data=synthetic", "training.sequence_length=72")
 

@@ -8,8 +8,8 @@ import numpy as np
 from tessera.ops.attention import splash
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.tracing.scope import FALLBACK
-from tessera.train.planner.products import TracedCosts, Weight
-from tessera.train.planner.traced_products import find_products
+from tessera.train.planner.matmuls import TracedCosts, Weight
+from tessera.train.planner.traced_matmuls import find_products
 
 F32 = jnp.float32
 

@@ -4,7 +4,7 @@
 import pytest
 
 from tessera.analysis.hlo import parse
-from tessera.analysis.timeline.work import is_free, work
+from tessera.analysis.timeline.operation_work import is_free, work
 
 PARAMETERS = """
   a = bf16[4,8] parameter(0)

@@ -7,7 +7,7 @@ from tessera.errors import BatchSizeError
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.command_line import compose
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.space import Sizes, Space, divisors, factorings
+from tessera.train.planner.search_space import Sizes, Space, divisors, factorings
 
 
 def space(*words: str, pinned: tuple[str, ...] = (), batch: int = 16) -> Space:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.absent_values import Unusable
-from tessera.graph.tracer.control_flow.active_conversion import Conversion, current
+from tessera.graph.tracer.control_flow.conversion_state import Conversion, current
 from tessera.graph.tracer.control_flow.object_content import (
     BUFFERS,
     CONTAINERS,

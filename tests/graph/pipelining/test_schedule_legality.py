@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tessera.errors import ScheduleError
 from tessera.graph.pipelining import Op, Schedule, schedule
-from tessera.graph.pipelining.legality import check
 from tessera.graph.pipelining.named_schedules import NAMES, one_f_one_b
+from tessera.graph.pipelining.schedule_legality import check
 from tessera.graph.pipelining.schedule_table import KINDS
 
 Grid = list[list[list[Op]]]

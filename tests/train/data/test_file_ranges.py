@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.train.data.units import Unit, divide, split
+from tessera.train.data.file_ranges import Unit, divide, split
 
 
 def names(units: list[Unit]) -> list[str]:

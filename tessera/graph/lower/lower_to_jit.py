@@ -20,7 +20,7 @@ from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.tracer import Trace
 from tessera.jax_compat import jaxprs
-from tessera.jax_compat.lines import lines_in_cache_key
+from tessera.jax_compat.equation_lines import lines_in_cache_key
 from tessera.jax_compat.workarounds import correct_options
 from tessera.ops.operand_layouts import in_types_of
 from tessera.shard import padded

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera.errors import LayoutMismatchError
-from tessera.graph.lower.jit import (
+from tessera.graph.lower.lower_to_jit import (
     check_layouts,
     jitted,
     lower,

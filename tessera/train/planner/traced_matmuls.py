@@ -18,7 +18,7 @@ from tessera.analysis.flops import count_equation, is_live, repetitions
 from tessera.foundations.primitive_properties import KERNELS
 from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing.scope import FALLBACK, GROUPED, visited_share
-from tessera.train.planner.products import Lookup, Product, TracedCosts, Weight
+from tessera.train.planner.matmuls import Lookup, Product, TracedCosts, Weight
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
 _LARGEST_KNOWN: Final = 65_536

@@ -2,7 +2,7 @@
 """The cross-entropy of a linear layer on one device, by chunks of tokens.
 
 With its gradients, where they are asked for, which the same pass over the chunks
-computes; ``chunked_loss.py`` makes one differentiable loss of it.
+computes; ``linear_loss_vjp.py`` makes one differentiable loss of it.
 
 Dims: N tokens, C tokens of a chunk, D width, V vocabulary; per device.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, cast
 
 from tessera.errors import DataFormatError, DataNotFoundError
-from tessera.train.data.extras import import_extra
+from tessera.train.data.optional_libraries import import_extra
 from tessera.train.data.table_files import (
     ARROW,
     PARQUET,

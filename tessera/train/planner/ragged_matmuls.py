@@ -12,7 +12,7 @@ from typing import Final
 
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.train.models.partition_rules import Placement
-from tessera.train.planner.products import Product
+from tessera.train.planner.matmuls import Product
 from tessera.train.planner.workload import Workload
 
 _F32: Final = 4
