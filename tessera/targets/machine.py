@@ -25,8 +25,6 @@ HOST_BANDWIDTH: Final = 2.4e10
 """Bytes/s between a device and its host: PCIe 4.0 of 16 lanes, at three quarters."""
 
 _EFFICIENCIES: Final = ("matmul", "attention", "memory", "overlap")
-_OVERHEADS: Final = ("operation", "step", "allocation")
-_RATES: Final = ("bfloat16", "float32", "elementwise")
 _FP8: Final = "float8"  # of machines that have it
 _LONGEST: Final = 2**20
 # Names and switches, which have no source.
@@ -255,9 +253,9 @@ def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
         if key in values and not _is_positive(values[key]):
             yield f"{key} is a number above 0"
     for key, names in {
-        "flops": _RATES,
+        "flops": ("bfloat16", "float32", "elementwise"),
         "efficiency": _EFFICIENCIES,
-        "overhead": _OVERHEADS,
+        "overhead": ("operation", "step", "allocation"),
     }.items():
         numbers = values.get(key, {})
         optional = {_FP8} if key == "flops" else set()

@@ -8,7 +8,6 @@ traced as zeros, and the function is traced once more with inputs for all parame
 the first trace. Neither trace allocates anything.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -269,8 +268,6 @@ PADDED = "tessera_padded"
 # The name scope of kernels that compute some pairs of blocks of queries and keys:
 # ``tessera_visits_36_of_64``. Compiled programs do not say which ones.
 VISITS = "tessera_visits_"
-
-
 # The name scope of a branch or a loop that data have to demand. Predictions take the
 # other branch, and leave out the loop.
 FALLBACK = "tessera_fallback"
@@ -280,12 +277,6 @@ TAKEN = "tessera_taken_"
 # The name scope of matmuls in which each of several matrices has rows of its own, as
 # many as data choose.
 GROUPED = "tessera_grouped"
-
-
-def visited_share(names: str) -> float | None:
-    """The share of blocks that the kernels of a name stack visit, where it says so."""
-    found = re.search(rf"{VISITS}(\d+)_of_(\d+)", names)
-    return int(found[1]) / int(found[2]) if found else None
 
 
 # The mesh of a step that every device computes as if alone; empty without one.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tessera.analysis.hlo import Computation, Instruction, Module, Shape
-from tessera.tracing.scope import visited_share
+from tessera.tracing.scope import VISITS
 
 # Operations that only name values, or that the compiler gives no code.
 FREE: Final = frozenset(
@@ -136,6 +136,12 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
             elementwise += _size(each.shapes[:1])
     kind = "matmul" if products else "other"
     return Work(kind, tuple(products.items()), elementwise, nbytes)
+
+
+def visited_share(names: str) -> float | None:
+    """The share of blocks that the kernels of a name stack visit, where it says so."""
+    found = re.search(rf"{VISITS}(\d+)_of_(\d+)", names)
+    return int(found[1]) / int(found[2]) if found else None
 
 
 def _operations(

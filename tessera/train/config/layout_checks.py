@@ -34,12 +34,11 @@ def layout_problems(settings: Config) -> list[TesseraError]:
     Args:
       settings: Against which ``checks.check`` has nothing.
     """
-    sizes = settings.model.mesh_shape[0]
     try:
         mesh = _mesh(settings, target_of(settings))
         if mesh.target is not None and settings.training.precision.fp8:
             check_fp8(mesh)
-        if -1 not in sizes:
+        if -1 not in settings.model.mesh_shape[0]:
             settings = with_batch_sizes(settings, mesh.shape)
     except TesseraError as error:
         return [error]
@@ -52,12 +51,12 @@ def model_problems(settings: Config) -> list[TesseraError]:
     Args:
       settings: Against which ``checks.check`` has nothing.
     """
-    model, options, mesh = settings.model, settings.model_options, _mesh(settings)
-    if errors := list(model.kind.problems(model.config, options, mesh)):
-        return errors
-    with collected(errors):
-        place = build_model(settings, mesh).place(mesh)
-        errors += _check_sequences(settings, place)
+    model, mesh = settings.model, _mesh(settings)
+    errors = list(model.kind.problems(model.config, settings.model_options, mesh))
+    if not errors:
+        with collected(errors):
+            built = build_model(settings, mesh)
+            errors += _check_sequences(settings, built.place(mesh))
     return errors
 
 
@@ -65,21 +64,25 @@ def parameter_problems(settings: Config) -> list[TesseraError]:
     """Why the parameters of a run cannot be stored on its mesh: T201, T202 or T402."""
     errors: list[TesseraError] = []
     with collected(errors):
-        mesh = _mesh(settings)
-        build_model(settings, mesh).layouts(mesh)
+        build_model(settings, _mesh(settings)).layouts(_mesh(settings))
     return errors
 
 
 def schedule_problems(settings: Config) -> list[TesseraError]:
-    """Why there is no schedule of a run's pipeline: T311."""
-    sizes, training = _mesh(settings).shape, settings.training
-    errors: list[TesseraError] = []
-    if "pp" in sizes:
-        chunks = training.pipeline_chunks if training.pipeline_chunks > 1 else None
-        microbatches = training.gradient_accumulation_steps
-        with collected(errors):
-            _check_table_size(sizes["pp"], microbatches)
-            schedule(training.pipeline_schedule, sizes["pp"], microbatches, chunks)
+    """Why there is no schedule of a run's pipeline, or none in seconds: T311."""
+    training, errors = settings.training, list[TesseraError]()
+    count, chunks = training.gradient_accumulation_steps, training.pipeline_chunks
+    with collected(errors):
+        if (stages := _mesh(settings).shape.get("pp", 0)) * count > _LARGEST_TABLE:
+            raise PipelineSizeError(
+                "a schedule of so many stages and microbatches is too large a table",
+                got=f"{stages} stages x {count} microbatches",
+                fix=f"use at most {_LARGEST_TABLE // stages} for "
+                "training.gradient_accumulation_steps",
+            )
+        if stages:
+            depth = chunks if chunks > 1 else None
+            schedule(training.pipeline_schedule, stages, count, depth)
     return errors
 
 
@@ -111,21 +114,6 @@ def build_model(settings: Config, mesh: Mesh) -> Model:
     model, training = settings.model, settings.training
     built = model.kind.build(model.config, settings.model_options, mesh)
     return freeze(built, training.trainable, training.frozen or ())
-
-
-def _check_table_size(stages: int, microbatches: int) -> None:
-    """Check that the table of a schedule is made in seconds.
-
-    Raises:
-      PipelineSizeError: [T311] it is not.
-    """
-    if stages * microbatches > _LARGEST_TABLE:
-        raise PipelineSizeError(
-            "a schedule of so many stages and microbatches is too large a table",
-            got=f"{stages} stages x {microbatches} microbatches",
-            fix=f"use at most {_LARGEST_TABLE // stages} for "
-            "training.gradient_accumulation_steps",
-        )
 
 
 def _check_sequences(settings: Config, place: Placement) -> Iterator[BatchSizeError]:

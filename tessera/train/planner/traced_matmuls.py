@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from tessera.analysis.flops import count_equation, is_live, repetitions
+from tessera.analysis.timeline.operation_work import visited_share
 from tessera.foundations.primitive_properties import KERNELS
 from tessera.jax_compat import jaxprs, primitives
-from tessera.tracing.scope import FALLBACK, GROUPED, visited_share
+from tessera.tracing.scope import FALLBACK, GROUPED
 from tessera.train.planner.matmuls import Lookup, Product, TracedCosts, Weight
 
 # Larger constants are not evaluated: what selects a branch is of a few numbers.
