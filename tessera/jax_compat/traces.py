@@ -4,7 +4,6 @@
 Beside ``jaxprs``: like it, this module may use ``jax._src``.
 """
 
-import builtins
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -266,30 +265,26 @@ def record(equations: Iterable[Any], env: dict[Any, Any]) -> None:
 
 # --- observing conversions of traced values
 
-_Watcher: TypeAlias = Callable[[FrameType], bool]
+_Watcher: TypeAlias = Callable[[FrameType], None]
 _watcher: ContextVar[_Watcher | None] = ContextVar("tessera_watcher", default=None)
 _CONVERSIONS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
 _CONVERSIONS += ("__str__", "__repr__", "__format__")
-python_print = builtins.print
 
 
 @contextmanager
 def values_watched(watcher: _Watcher) -> Iterator[None]:
-    """Call ``watcher`` when code prints, or makes a number or text of a traced value.
+    """Call ``watcher`` when code makes a number or text of a traced value.
 
-    JAX answers the latter with an exception or a description. Its class of traced
-    values and ``print`` are patched once and permanently, and check the context each
-    time.
+    JAX answers with an exception or a description. Its class of traced values is
+    patched once and permanently, and checks the context each time.
 
     Args:
-      watcher: Takes the frame of the code that asks; whether not to print.
+      watcher: Takes the frame of the code that asks.
     """
     for name in _CONVERSIONS:
         method = getattr(core.Tracer, name)
         if not hasattr(method, "_tells_watcher"):
             type.__setattr__(core.Tracer, name, _watched(method))
-    if builtins.print is python_print:
-        builtins.print = _watched_print
     token = _watcher.set(watcher)
     try:
         yield
@@ -307,13 +302,6 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
 
     ask._tells_watcher = True  # type: ignore[attr-defined]
     return ask
-
-
-@functools.wraps(python_print)
-def _watched_print(*values: Any, **options: Any) -> None:
-    watcher = _watcher.get()
-    if watcher is None or not watcher(sys._getframe(1)):
-        python_print(*values, **options)
 
 
 def partial_evaluation(

@@ -114,7 +114,8 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
     """
     jaxprs.hide_library_frames()
     enable_torch_transpose()
-    return with_control_flow(lambda: _trace(function, call, options), function)
+    statics = [value.value for each in call.arguments for _, value in each.statics]
+    return with_control_flow(lambda: _trace(function, call, options), function, statics)
 
 
 def _trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:

@@ -6,7 +6,7 @@ traced again with its source converted, and so are the functions that it calls.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,7 +18,11 @@ from tessera.graph.tracer.control_flow.conversion_state import (
     open_conversion,
 )
 from tessera.graph.tracer.control_flow.converted_calls import as_callback
-from tessera.graph.tracer.control_flow.user_code import is_user_code, line_of
+from tessera.graph.tracer.control_flow.user_code import (
+    is_user_code,
+    line_of,
+    prints,
+)
 from tessera.jax_compat import traces
 from tessera.tracing import scope
 
@@ -32,18 +36,19 @@ _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def with_control_flow(
-    run: Callable[[], _Result], function: Callable[..., Any]
+    run: Callable[[], _Result], function: Callable[..., Any], statics: Iterable[Any]
 ) -> _Result:
     """Trace a function as it is; where that cannot be done, with its source converted.
 
     Args:
       run: Traces it.
       function: The user's function.
+      statics: Its arguments that are no arrays, which may be functions that print.
 
     Raises:
       ControlFlowError: [T319] the trace meets what cannot be converted.
     """
-    if function not in _seen:
+    if function not in _seen and not any(map(prints, (function, *statics))):
         value_requests: list[str] = []
         try:
             with conversion_context(None), _requests_recorded(value_requests):
@@ -84,16 +89,14 @@ def conversion_context(conversion: Conversion | None) -> Iterator[None]:
 
 @contextmanager
 def _requests_recorded(found: list[str]) -> Iterator[None]:
-    """Record the user's lines that print, or need the number or text of a traced value.
+    """Record the user's lines that need the number or text of a traced value.
 
     JAX answers with an exception, which the user's code may catch, or a description.
     """
 
-    def note(frame: FrameType) -> bool:
-        is_users = is_user_code(frame.f_code, frame.f_globals)
-        if is_users:
+    def note(frame: FrameType) -> None:
+        if is_user_code(frame.f_code, frame.f_globals):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        return is_users
 
     with traces.values_watched(note):
         yield

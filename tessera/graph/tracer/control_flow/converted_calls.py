@@ -5,7 +5,6 @@ A call of a user's function calls it converted; a library's is called as it is, 
 user's functions that it is handed are converted.
 """
 
-import builtins
 import functools
 import inspect
 import weakref
@@ -178,7 +177,7 @@ def _checked(assign: Callable[..., None]) -> Callable[..., None]:
 
 def _builtin(function: Any) -> Callable[..., Any] | None:
     """The replacement of a built-in function that takes traced values, if any."""
-    if function is builtins.print or function is traces.python_print:
+    if function is print:
         return printing.print_
     if not (inspect.isbuiltin(function) or isinstance(function, type)):
         return None

@@ -15,7 +15,7 @@ from tessera.errors import ArgumentError, ControlFlowError
 from tessera.graph.tracer.control_flow.absent_values import Unusable
 from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.user_code import user_line
-from tessera.jax_compat import jaxprs, traces
+from tessera.jax_compat import jaxprs
 from tessera.tracing import scope
 
 _Part = str | tuple[Any, str, str]
@@ -107,7 +107,7 @@ def print_(*values: Any, **options: Any) -> None:
     device prints its own.
     """
     if scope.current() is None:  # it runs: this is code that a program calls back
-        traces.python_print(*values, **options)
+        print(*values, **options)  # noqa: T201
         return
     texts = [_parts((value, "", "")) for value in values]
     leaves, tree = jax.tree.flatten(texts)
@@ -120,7 +120,7 @@ def print_(*values: Any, **options: Any) -> None:
         for index, array in zip(traced, arrays, strict=True):
             known[index] = _plain(np.asarray(array))
         found = map(_joined, jax.tree.unflatten(tree, known))
-        traces.python_print(*found, **options)
+        print(*found, **options)  # noqa: T201
 
     jax.debug.callback(emit, *(leaves[index] for index in traced))
 

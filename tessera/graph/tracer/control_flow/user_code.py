@@ -6,7 +6,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping
-from types import CodeType, FunctionType, MethodType
+from contextlib import suppress
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
@@ -72,6 +73,36 @@ def target_of(function: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:
     if isinstance(function, FunctionType) and is_user_function(function):
         return function, bound
     return None, ()
+
+
+def prints(function: Any, seen: set[int] | None = None) -> bool:
+    """Whether a function names ``print``, or one of those does that it names.
+
+    Those are global variables, functions of modules, and what it closes over.
+    """
+    seen = set[int]() if seen is None else seen
+    target, bound = target_of(inspect.unwrap(function))
+    if target is None or id(target) in seen:
+        return False
+    seen.add(id(target))
+    names, known = _names_in(target.__code__), target.__globals__
+    if "print" in names and known.get("print", print) is print:
+        return True
+    variables = [known[name] for name in names if name in known]
+    with suppress(ValueError):  # one is not assigned yet
+        variables += inspect.getclosurevars(target).nonlocals.values()
+    for variable in (*bound, *variables):
+        is_module = isinstance(variable, ModuleType)
+        named = [getattr(variable, name, None) for name in names] if is_module else ()
+        if any(prints(each, seen) for each in named or [variable] if callable(each)):
+            return True
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names in some code, nested functions included."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def line_of(error: BaseException) -> tuple[str, str]:
