@@ -26,8 +26,8 @@ from tessera import errors
 from tessera.errors import TesseraError
 from tessera.train.runtime.python_process import module_command
 
-READER_BYTES: Final = 8 * 2**30
-"""For a process that reads data: what the tokens of a text of 64 MiB may take."""
+READER_BYTES: Final = 16 * 2**30
+"""For a process that reads data: twice what the tokens of a text of 64 MiB take."""
 
 
 class WorkerDiedError(Exception):
