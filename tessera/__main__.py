@@ -14,9 +14,9 @@ from importlib import import_module
 
 from tessera.errors import (
     MissingLibraryError,
+    TesseraError,
     UnknownSettingError,
     did_you_mean,
-    shows_errors,
 )
 
 # What the extra `train` installs, by the names that Python imports.
@@ -40,7 +40,6 @@ _COMMANDS = {
 }
 
 
-@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the command line names; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -53,6 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         sys.stdout.write(f"tessera {__version__}\n")
         return 0
+    try:
+        return _run(name, words[1:])
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
     if name not in _COMMANDS:
         raise UnknownSettingError(
             f"tessera has no subcommand {name!r}",
@@ -62,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The page of an error is printed without the trainer's libraries, too.
     folder = "tessera.errors" if name == "explain" else "tessera.train.commands"
     try:
-        return import_module(f"{folder}.{name}").main(words[1:])
+        return import_module(f"{folder}.{name}").main(arguments)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _OF_TRAINER:
             raise

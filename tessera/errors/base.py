@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of all errors: a code, the problem, the values and the fix."""
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
-from functools import wraps
-from typing import ClassVar, Final, ParamSpec
+from typing import ClassVar, Final
 
 from tessera.errors.untrusted_text import printable
 
@@ -49,23 +47,6 @@ class TesseraError(Exception):
         lines += [f"  fix: {line}" for line in self.fix.split("\n") if line]
         lines += [f"  docs: {SITE}/errors/{self.code}.html"]
         super().__init__("\n".join(lines))
-
-
-_Arguments = ParamSpec("_Arguments")
-
-
-def shows_errors(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
-    """A program that shows a ``TesseraError`` and returns its exit code."""
-
-    @wraps(main)
-    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
-        try:
-            return main(*args, **kwargs)
-        except TesseraError as error:
-            sys.stderr.write(f"{error}\n")
-            return error.exit_code
-
-    return run
 
 
 class TesseraWarning(UserWarning):

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urljoin
 
-from tessera.errors.base import SITE, shows_errors
+from tessera.errors.base import SITE
 from tessera.errors.settings import UnknownSettingError
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _LINK: Final = re.compile(r"\]\(([^):]+)\.md([^)]*)\)")
 
 
-@shows_errors
 def main(arguments: Sequence[str]) -> int:
     """Print the page of the code in ``arguments``, or list all codes."""
     parser = argparse.ArgumentParser(
@@ -28,7 +27,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("code", nargs="?", help="such as T201; none lists all codes")
     code: str | None = parser.parse_args(arguments).code
-    sys.stdout.write(_list_of_codes() if code is None else explain(code))
+    try:
+        sys.stdout.write(_list_of_codes() if code is None else explain(code))
+    except UnknownSettingError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     return 0
 
 

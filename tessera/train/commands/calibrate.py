@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tessera.errors import shows_errors
 from tessera.train.commands.output_file import (
     cannot_write,
     check_output,
     coded_errors,
 )
+from tessera.train.runtime.exit_codes import shows_errors
 
 _MOST_DEVICES: Final = 2048  # what a process simulates
 

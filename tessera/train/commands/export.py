@@ -10,8 +10,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from tessera.errors import shows_errors
 from tessera.train.commands.output_file import check_output, coded_errors
+from tessera.train.runtime.exit_codes import shows_errors
 
 
 @shows_errors

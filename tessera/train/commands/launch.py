@@ -9,8 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tessera.errors import shows_errors
-from tessera.train.runtime.exit_codes import exit_on_stop_signals
+from tessera.train.runtime.exit_codes import exit_on_stop_signals, shows_errors
 
 
 @shows_errors

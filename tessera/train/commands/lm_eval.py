@@ -14,9 +14,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from tessera.errors import OperandError, TokenizerError, shows_errors
+from tessera.errors import OperandError, TokenizerError
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.optional_libraries import import_extra
+from tessera.train.runtime.exit_codes import shows_errors
 
 
 @cache

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tessera.errors import shows_errors
+from tessera.train.runtime.exit_codes import shows_errors
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh

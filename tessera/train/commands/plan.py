@@ -13,8 +13,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.errors import shows_errors
 from tessera.train.commands.output_file import check_output
+from tessera.train.runtime.exit_codes import shows_errors
 
 
 @shows_errors

@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tessera.errors import shows_errors
+from tessera.train.runtime.exit_codes import shows_errors
 
 
 @shows_errors

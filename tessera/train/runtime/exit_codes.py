@@ -7,11 +7,15 @@ for a different reaction has its own code.
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from signal import SIGINT, SIGTERM, SIGUSR2
-from typing import Any, Final
+from typing import Any, Final, ParamSpec
+
+from tessera.errors import TesseraError
 
 SUCCESS: Final = 0
 FAILURE: Final = 1
@@ -62,3 +66,20 @@ def exit_on_stop_signals() -> Iterator[None]:
 def shell_exit_code(returncode: int) -> int:
     """The exit code a shell reports for ``Popen.returncode``: 137 after SIGKILL."""
     return 128 - returncode if returncode < 0 else returncode
+
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def shows_errors(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
+    """A program that shows a ``TesseraError`` and returns its exit code."""
+
+    @wraps(main)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except TesseraError as error:
+            sys.stderr.write(f"{error}\n")
+            return error.exit_code
+
+    return run
