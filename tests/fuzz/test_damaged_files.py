@@ -207,7 +207,7 @@ def test_a_report_of_damaged_files(seed, run_folder, tmp_path, monkeypatch):
     draw, folder = Draw(seed), shutil.copytree(run_folder, tmp_path / "run")
     names = {
         **dict.fromkeys(("metrics.jsonl", "events.jsonl"), damaged_lines),
-        **dict.fromkeys(("program.json", "timeline.json"), damaged_json),
+        "program.json": damaged_json,
         "config.yaml": damaged_bytes,
     }
     damage_one(draw, folder, names)

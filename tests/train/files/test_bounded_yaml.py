@@ -83,6 +83,5 @@ def test_no_other_module_parses_yaml_of_others():
         "train/files/bounded_yaml.py",
         "train/models/named_models.py",  # a file of this package
         "train/config/command_line.py",  # what this run composed, here and below
-        "train/loop/console.py",
         "train/trackers/tracking.py",
     }

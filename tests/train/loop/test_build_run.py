@@ -163,13 +163,13 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
 
 
 def test_data_of_less_than_one_step_is_refused_before_the_step_is_compiled():
-    few = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=400))
+    few = DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=500))
     assert run_of(("fsdp", 2), data=few).load_data()
     run = run_of(("fsdp", 2), data=few, gradient_accumulation_steps=4)
     with pytest.raises(EmptyDataError) as caught:
         run.load_data()
     assert caught.value.what == "the training data is smaller than one batch"
-    assert caught.value.got.endswith("= 22 rows, and a batch takes 32")
+    assert caught.value.got.endswith("= 26 rows, and a batch takes 32")
 
 
 # --- memory
