@@ -60,7 +60,7 @@ def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
         ("model", "small"),
         ("parameters", "20,800"),
         *(("layout", note) for note in run.model.layout_notes(run.mesh)),
-        ("state", rows[5][1]),
+        ("state", dict(rows)["state"]),
         (
             "stored per device",
             "parameters 7.75 KiB, gradients 7.75 KiB, optimizer 15.5 KiB",
