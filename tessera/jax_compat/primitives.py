@@ -2,7 +2,7 @@
 """What the parameters of JAX's primitives say, by meaning.
 
 JAX names these parameters for itself, and renames them between versions. No other room
-reads them; a test in ``tests/test_architecture.py`` looks for that.
+reads them; a test in ``tests/jax_compat/test_only_door.py`` looks for that.
 """
 
 import math
