@@ -7,7 +7,7 @@ that they serve. A holder has always made the file itself: of two processes that
 free one, one removes it, and one makes the next.
 
 Where the file system has no such locks, the file alone counts, until its holder or a
-person removes it: docs/decisions/0077-what-surrounds-a-run.md.
+person removes it: docs/contributing/decisions/0077-what-surrounds-a-run.md.
 """
 
 import os
@@ -154,7 +154,7 @@ def _remove_free(path: Path) -> None:
     started, is_told = time.monotonic(), False
     while True:
         try:
-            if _file_of(path.stat()) in _own:
+            if _file_of(path.lstat()) in _own:  # a link is not followed
                 raise _in_use(path, "this process")
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:

@@ -232,9 +232,10 @@ def test_a_file_that_nobody_has_locked_blocks_nobody(lock, tmp_path, content):
     lock.check()
 
 
-def test_a_link_is_not_followed(lock, tmp_path):
+@pytest.mark.parametrize("target", ["file", "nothing"])
+def test_a_link_is_not_followed(lock, tmp_path, target):
     (tmp_path / "file").write_text("kept")
-    (tmp_path / "lock").symlink_to(tmp_path / "file")
+    (tmp_path / "lock").symlink_to(tmp_path / target)
     with pytest.raises(OutputPathError, match="symbolic links"):
         lock.take(tmp_path)
     assert (tmp_path / "file").read_text() == "kept"
