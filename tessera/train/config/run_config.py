@@ -231,8 +231,7 @@ class RuntimeConfig:
       target_compiler: native is the target's own compiler; cpu stands in for one that
         is not installed, and its figures are not the target's.
       timeline_dir: A folder, in which a dry run for a target writes the timeline that
-        it predicts: timeline.json, for ui.perfetto.dev and the report; null writes no
-        file.
+        it predicts: timeline.json, for ui.perfetto.dev; null writes no file.
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
       compile_cache: A folder, private to the user, of compiled programs, which a later

@@ -129,7 +129,7 @@ def write_timeline(timeline: Timeline, folder: Path) -> Path:
       folder: Where to; it is made, and the file of an earlier run is overwritten.
 
     Returns:
-      ``timeline.json``, for ui.perfetto.dev and the report.
+      ``timeline.json``, for ui.perfetto.dev.
 
     Raises:
       OutputPathError: [T504] the folder cannot be made or written.
