@@ -14,6 +14,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ _SAY_AFTER: Final = 2.0
 # The files that this process has locked: to open and close one again would give its
 # lock up.
 _own: Final[set[tuple[int, int]]] = set()
+# Nor does the lock of a process keep its other threads out.
+_taking: Final = threading.Lock()
 
 
 class FolderLock:
@@ -76,8 +79,9 @@ class FolderLock:
         try:
             self._made = [*_missing(folder)]
             folder.mkdir(parents=True, exist_ok=True)
-            while self._path is None:
-                self._make(folder / _NAME)
+            with _taking:
+                while self._path is None:
+                    self._make(folder / _NAME)
             command = shlex.join(sys.orig_argv)
             record = (
                 f"{_machine()}\nprocess {os.getpid()} on host {socket.gethostname()}, "
@@ -98,8 +102,7 @@ class FolderLock:
         Raises:
           OutputPathError: [T504] it was renamed or deleted, or is another process's.
         """
-        path = self._path
-        if path is None:
+        if (path := self._path) is None:
             return
         try:
             if _file_of(path.stat()) == _file_of(os.fstat(self._descriptor)):
@@ -135,9 +138,8 @@ class FolderLock:
             return
         file = _file_of(os.fstat(descriptor))
         # Others may have seen a free file before it was locked, and removed it.
-        is_lost = lock(descriptor) is False
         with suppress(FileNotFoundError):
-            if not is_lost and _file_of(path.stat()) == file:
+            if lock(descriptor) is not False and _file_of(path.stat()) == file:
                 self._path, self._descriptor = path, descriptor
                 self._process = os.getpid()
                 _own.add(file)
@@ -160,8 +162,7 @@ def _remove_free(path: Path) -> None:
         except FileNotFoundError:
             return
         try:
-            is_free = lock(descriptor)
-            if is_free:
+            if is_free := lock(descriptor):
                 _remove(path, _file_of(os.fstat(descriptor)))
                 return
             record = os.pread(descriptor, _LONGEST_RECORD, 0).decode(errors="replace")

@@ -3,6 +3,8 @@
 
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,37 @@ def test_of_many_that_take_it_at_once_one_has_it(tmp_path, seed):
     ends = [(each.communicate(timeout=120)[1], each.returncode) for each in workers]
     assert ends == [(b"", 0)] * 5
     assert (tmp_path / "counter").read_text() == "60"
+
+
+def test_of_threads_of_one_process_one_has_it(tmp_path):
+    """A record lock is that of a process: it keeps no thread out."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            assert threads_that_take(tmp_path) == 1
+    finally:
+        sys.setswitchinterval(before)
+
+
+def threads_that_take(folder: Path) -> int:
+    held, start = list[FolderLock](), threading.Barrier(4)
+
+    def take() -> None:
+        folder_lock = FolderLock()
+        start.wait()
+        with suppress(FolderInUseError):
+            folder_lock.take(folder)
+            held.append(folder_lock)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for folder_lock in held:
+        folder_lock.release()
+    return len(held)
 
 
 def test_a_file_that_another_removed_before_it_was_locked_is_made_again(
