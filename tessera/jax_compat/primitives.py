@@ -174,8 +174,7 @@ def declares_layouts(equation: Equation) -> bool:
 
 def is_rematerialization(equation: Equation) -> bool:
     """Whether a call is ``jax.checkpoint`` recomputing something in a backward pass."""
-    params = equation.params
-    return bool(params.get("differentiated") and params.get("prevent_cse"))
+    return all(map(equation.params.get, ("differentiated", "prevent_cse")))
 
 
 def grid_steps(equation: Equation) -> int:
@@ -193,6 +192,11 @@ def layout(equation: Equation) -> Any:
     As of a constraint, or of ``zeros_like``, which copies that of its argument.
     """
     return equation.params.get("sharding")
+
+
+def is_product_split(equation: Equation) -> bool:
+    """Whether a matmul is written with a layout of its result over Explicit axes."""
+    return any(getattr(equation.params["out_sharding"], "spec", ()))
 
 
 def constraint(equation: Equation) -> Any:
@@ -292,8 +296,7 @@ def bind_matmul(
         params["preferred_element_type"] = dtype
     if dims is not None:
         params["dimension_numbers"] = tuple(dims)
-    (product,) = jaxprs.bind(equation, values, params)
-    return product
+    return jaxprs.bind(equation, values, params)[0]
 
 
 def convolution(equation: Equation) -> Convolution:

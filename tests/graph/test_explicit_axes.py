@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import dist, graph, op
 from tessera.errors import LayoutMismatchError, MeshConflictError
+from tessera.graph.passes import orient_matmuls
 
 NUMBERS = np.arange(32, dtype=np.float32).reshape(8, 4)
 
@@ -290,3 +291,16 @@ def test_an_exported_program_has_the_types_that_it_has_under_jit(mesh):
         )
     assert found.in_avals == wanted.in_avals
     assert found.out_avals == wanted.out_avals
+
+
+def test_a_large_product_has_the_layout_that_it_is_written_with(mesh, monkeypatch):
+    """On CPU it is computed the other way around, where no layout is written."""
+    monkeypatch.setattr(orient_matmuls, "_WORTH_IT", 0)
+    a, b = on(mesh, np.ones((8, 16), "f4"), "x"), on(mesh, np.ones((8, 3), "f4"), "x")
+
+    layout = NamedSharding(mesh, P("x", None))
+
+    def body(a, b):
+        return jnp.einsum("bd,bf->df", a, b, out_sharding=layout)
+
+    is_alike(ts.function(body)(a, b), jax.jit(body)(a, b))

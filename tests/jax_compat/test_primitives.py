@@ -75,6 +75,7 @@ def test_regions_layouts_and_axes():
 def test_dims_of_matmuls():
     product = equation(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), *2 * [A[None]])
     assert primitives.dot_dims(product) == (((2,), (2,)), ((0,), (0,)))
+    assert not primitives.is_product_split(product)
     wide = primitives.bind_matmul(product, 2 * [A[None]], jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(wide[0], A @ A.T)
 

@@ -171,13 +171,13 @@ def _plan(
         _Operand(atom, b, c)
         for atom, b, c in zip(equation.invars, batch, contracted, strict=True)
     )
-    if not all(side.contracted and side.free for side in (first, second)):
-        return None
     if (
-        first.contracts_last
+        not all(side.contracted and side.free for side in (first, second))
+        or first.contracts_last
         or second.contracts_last
         or math.prod(first.shape) * second.size(second.free) < _WORTH_IT
         or not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        or primitives.is_product_split(equation)  # its dims, in this order
     ):
         return None
     free = len(first.batch), len(first.free), equation.outvars[0].aval.ndim
