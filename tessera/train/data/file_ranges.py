@@ -118,6 +118,12 @@ class Unit:
         """Turn errors of the operating system and of decompression into coded ones."""
         try:
             yield
+        except (MemoryError, WorkerDiedError) as error:
+            raise DataFormatError(
+                f"the data file {self.name!r} takes too much memory",
+                got=f"{self.path} takes more memory than there is",
+                fix="write it again in smaller pages or batches, or uncompressed",
+            ) from error
         except (OSError, EOFError, zlib.error) as error:
             # pyarrow raises OSError without a number.
             number = getattr(error, "errno", None)
@@ -214,14 +220,8 @@ def _size(unit: Unit) -> int:
     if unit.format == PARQUET:  # from its footer
         return _num_rows(unit)
     if unit.format == ARROW:  # its batches are decompressed
-        try:
+        with unit.coded_errors():
             return WorkerProcess(READER_BYTES).call(_num_rows, unit)
-        except (WorkerDiedError, MemoryError) as error:
-            raise DataFormatError(
-                f"the rows of the data file {unit.name!r} cannot be counted",
-                got=f"{unit.path} takes more memory than there is",
-                fix="write it again in smaller batches, or uncompressed",
-            ) from error
     with unit.open() as stream:
         if not unit.compression:
             return stream.seek(0, os.SEEK_END)

@@ -233,11 +233,7 @@ def _read_rows(
             names = column_names(unit.path, unit.format) if others else ()
             unused = {name: True for name in names if name in UNUSED}
             for row, values in read_columns(
-                unit.path,
-                unit.format,
-                (key, *others),
-                unit.begin,
-                unit.end,
+                unit.path, unit.format, (key, *others), unit.begin, unit.end
             ):
                 yield row, partial(_values_of_row, {**unused, **values})
         except KeyError as error:

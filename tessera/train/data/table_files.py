@@ -87,6 +87,8 @@ def _values(column: Any) -> Iterator[Any]:
     for scalar in column:
         try:
             yield scalar.as_py()
+        except MemoryError:
+            raise
         # Whatever a library of dates or decimals raises is about this value alone.
         except Exception as error:
             yield error
@@ -161,7 +163,7 @@ def _arrow(path: Path) -> Iterator[Iterator[Any]]:
 def _errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, TesseraError):
+    except (OSError, MemoryError, TesseraError):
         raise
     # Those of pyarrow, and what its parts of Python raise for values in the file.
     except Exception as error:

@@ -10,7 +10,6 @@ from tessera.errors import (
     BadRecordError,
     DataFormatError,
     SettingConflictError,
-    TokenCacheError,
 )
 from tessera.train.data import DataConfig, file_ranges, load, preparation, records
 from tessera.train.data import table_files as tables
@@ -187,8 +186,27 @@ def test_a_table_that_takes_all_memory_ends_nothing(tmp_path, monkeypatch, kind)
             writer.write_table(table)
     assert path.stat().st_size < 2**20
     config = DataConfig("text", str(path), cache_dir=str(tmp_path / "cache"))
-    with pytest.raises((DataFormatError, TokenCacheError)):
+    with pytest.raises(DataFormatError, match="takes too much memory"):
         load(config, sequence_length=8, seed=0, vocab_size=257)
+
+
+def test_a_lack_of_memory_is_no_damage_of_a_table(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    write_file(tmp_path / "a.parquet", "parquet")
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", fail)
+    with pytest.raises(DataFormatError, match=r"T606.* takes too much memory"):
+        read(list_files(str(tmp_path / "a.parquet")))
+
+
+def test_a_value_that_finds_no_memory_is_no_bad_record():
+    class Scalar:
+        def as_py(self):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        list(tables._values([Scalar()]))
 
 
 def test_messages_are_read_from_rows_and_lines(tmp_path):
