@@ -23,11 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import (
-    AxisReusedError,
-    ParameterTreeError,
-    ShardDivisibilityError,
-)
+from tessera.errors import AxisReusedError, ParameterTreeError, ShardDivisibilityError
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree, named_leaves, path_name
 from tessera.mesh import Mesh
@@ -40,7 +36,7 @@ from tessera.train.models.layer_scan import (
     policies_of,
     policies_of_stage,
 )
-from tessera.train.models.partition_rules import Placement
+from tessera.train.models.partition_rules import Placement, joined
 from tessera.train.models.pipeline_stages import StageSplit
 
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
@@ -268,15 +264,7 @@ class Model(ABC):
         names = self.plain_dim_names()
         if self.split is None:
             return names
-
-        def staged(dims: tuple[str | None, ...]) -> tuple[str | None, ...]:
-            return (None, "stages", *dims)
-
-        def is_dims(node: Any) -> bool:
-            return isinstance(node, tuple)
-
-        blocks = jax.tree.map(staged, names[self.blocks], is_leaf=is_dims)
-        return {**names, self.blocks: blocks}
+        return {**names, self.blocks: self.split.dim_names(names[self.blocks])}
 
     def stored(self, params: Tree) -> Tree:
         """Convert parameters without stages to the form of ``init``."""
@@ -370,7 +358,7 @@ class Model(ABC):
         trees = self.abstract(), self.dim_names()
         layouts = jax.tree_util.tree_map_with_path(layout, *trees)
         if failed:
-            raise _joined(failed)
+            raise joined(failed)
         return layouts
 
     def init(
@@ -456,11 +444,3 @@ class Model(ABC):
 def num_targets(batch: Batch) -> Float[Array, ""]:
     """Tokens of a batch that count for the loss."""
     return (batch["targets"] != IGNORE_INDEX).sum(dtype=jnp.float32)
-
-
-def _joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
-    """One error for all parameters that cannot be sharded."""
-    first, *others = errors
-    got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
-    fix = "\n".join(dict.fromkeys(error.fix for error in errors))
-    return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)

@@ -13,7 +13,7 @@ from typing import Final
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera.errors import LogicalAxisError, did_you_mean
+from tessera.errors import LogicalAxisError, ShardDivisibilityError, did_you_mean
 from tessera.mesh import Mesh
 from tessera.ops.attention.context_parallel_variants import Method
 from tessera.ops.attention.zigzag import Arrangement
@@ -151,3 +151,11 @@ class Placement:
 
 
 NO_MESH: Final = Placement()
+
+
+def joined(errors: list[ShardDivisibilityError]) -> ShardDivisibilityError:
+    """One error for all parameters that cannot be sharded."""
+    first, *others = errors
+    got = [first.got, *(f"also {error.what}: {error.got}" for error in others)]
+    fix = "\n".join(dict.fromkeys(error.fix for error in errors))
+    return ShardDivisibilityError(first.what, got="\n".join(got), fix=fix)

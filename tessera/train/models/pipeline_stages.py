@@ -93,6 +93,14 @@ class StageSplit:
         """The stored shape of an array ``[layers, ...]``."""
         return (self.chunks, self.stages, self.depth, *shape[1:])
 
+    def dim_names(self, names: Tree) -> Tree:
+        """The logical names of stored dims, from those of arrays ``[layers, ...]``."""
+
+        def staged(dims: tuple[str | None, ...]) -> tuple[str | None, ...]:
+            return (None, "stages", *dims)
+
+        return jax.tree.map(staged, names, is_leaf=lambda x: isinstance(x, tuple))
+
     def stack(self, layers: Tree) -> Tree:
         """Arrays ``[layers, ...]`` in their stored shape."""
         return jax.tree.map(self._stacked, layers)
