@@ -250,7 +250,9 @@ def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
     for value in values.values():
         if isinstance(value, UnicodeDecodeError):
             raise not_utf8(value)
-        if isinstance(value, (str, bytes)) and len(value) > _MOST_RECORD_BYTES:
+        if isinstance(value, str) and 4 * len(value) > _MOST_RECORD_BYTES:
+            value = value.encode()  # its bytes count, of four at most a character
+        if isinstance(value, bytes) and len(value) > _MOST_RECORD_BYTES:
             _refuse_length()
         if isinstance(value, Exception):
             raise UnusableRecordError("wrong type", f"it cannot be read: {value}")

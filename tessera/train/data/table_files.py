@@ -137,7 +137,7 @@ def _arrow_batches(
 def _parquet(path: Path) -> Iterator[Any]:
     parquet = import_extra("pyarrow.parquet", path.name, "data", DataFormatError)
     with (
-        _errors(path),
+        _errors(),
         # Pages are read one after another, not a whole column of a group.
         parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file,
     ):
@@ -149,7 +149,7 @@ def _arrow(path: Path) -> Iterator[Iterator[Any]]:
     """The record batches of an Arrow file or, as datasets writes them, stream."""
     arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
     # Not memory-mapped: pages of the file would count as memory of the process.
-    with _errors(path), arrow.OSFile(str(path)) as source:
+    with _errors(), arrow.OSFile(str(path)) as source:
         is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
         source.seek(0)
         if is_file:
@@ -160,7 +160,7 @@ def _arrow(path: Path) -> Iterator[Iterator[Any]]:
 
 
 @contextmanager
-def _errors(path: Path) -> Iterator[None]:
+def _errors() -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, TesseraError):

@@ -105,7 +105,8 @@ def router_sums(
 
     Args:
       config: For the weights and the number of layers.
-      statistics: Per layer, as ``Decoder.decode`` gives them, of all layers or some.
+      statistics: Per layer, as ``DecoderModel.run_blocks`` gives them, of all layers
+        or some.
       tokens: Targets that count.
 
     Returns:
