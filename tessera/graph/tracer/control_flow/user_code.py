@@ -92,9 +92,10 @@ def prints(function: Any, seen: set[int] | None = None) -> bool:
     with suppress(ValueError):  # one is not assigned yet
         variables += inspect.getclosurevars(target).nonlocals.values()
     for variable in (*bound, *variables):
-        is_module = isinstance(variable, ModuleType)
-        named = [getattr(variable, name, None) for name in names] if is_module else ()
-        if any(prints(each, seen) for each in named or [variable] if callable(each)):
+        # Not by ``getattr``: a module may warn or import when it is asked for a name.
+        members = vars(variable) if isinstance(variable, ModuleType) else {}
+        named = [members[name] for name in names if name in members]
+        if any(prints(each, seen) for each in (*named, variable) if callable(each)):
             return True
     return False
 

@@ -3,6 +3,8 @@
 """``print`` in a traced function prints when the program runs."""
 
 import sys
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -263,3 +265,16 @@ def test_a_condition_of_a_loop_prints_as_often_as_python_asks(capsys):
     function(jnp.int32(2))
     jax.effects_barrier()
     assert sorted(capsys.readouterr().out.split()) == ["0", "1", "2"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_modules_are_not_asked_for_attributes_that_have_other_names():
+    module = types.ModuleType("warns")
+    module.__getattr__ = lambda name: warnings.warn(name, stacklevel=2)
+    box = types.SimpleNamespace(value=2)
+
+    @ts.function
+    def function(x):
+        return x * box.value if module else x
+
+    assert float(function(jnp.float32(1))) == 2
