@@ -9,7 +9,7 @@ NumPy arrays and iterators are not compared, so a block may only change its own.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -73,12 +73,15 @@ def _with_attributes(values: Iterable[Any]) -> list[Any]:
     return found
 
 
+def parts_of(values: Iterable[Any]) -> dict[int, Any]:
+    """``mutable_objects`` in some values and in the attributes of those values."""
+    return mutable_objects(_with_attributes(values))
+
+
 def foreign_parts(objects: Iterable[Any]) -> list[Any]:
     """Containers and objects within the call's own that it has not made itself."""
-    conversion = current()
-    own = conversion.own if conversion else {}
-    parts = mutable_objects(_with_attributes(objects))
-    return [v for i, v in parts.items() if i not in own and is_compared(v)]
+    own = getattr(current(), "own", {})
+    return [v for i, v in parts_of(objects).items() if i not in own and is_compared(v)]
 
 
 # --- recording
@@ -110,35 +113,33 @@ def arguments_adopted(*values: Any) -> Iterator[None]:
         conversion.visible = visible
 
 
-def adopt_result(result: Any, function: Any, given: Iterable[Any]) -> None:
-    """Record what a call has made of what it was given."""
+def adopt_result(result: Any, function: Any, known: Mapping[int, Any]) -> None:
+    """Record what a call has made.
+
+    Args:
+      result: What it returns.
+      function: What was called.
+      known: What was there before, by id: ``parts_of`` what the call was given.
+    """
     conversion = current()
     if conversion is None:
         return
-    known = mutable_objects(_with_attributes(given))
+    method = hasattr(function, "__self__") and getattr(function, "__name__", "")
     if isinstance(function, type):
-        if not isinstance(function.__new__, FunctionType):
-            objects = [result, *_containers_of(result)]
+        if FunctionType not in (type(function.__new__), type(type(function).__call__)):
+            # Containers that a constructor has made, such as defaults of a dataclass.
+            attributes = _with_attributes([result])[1:]
+            objects = [result, *(v for v in attributes if isinstance(v, CONTAINERS))]
             conversion.adopt(v for v in objects if id(v) not in known)
     elif _package(function) in _RETURN_NEW:
-        objects = mutable_objects(_with_attributes([result]))
-        conversion.adopt(v for i, v in objects.items() if i not in known)
-    elif is_iterator(result) or function is sorted or _is_copy(function):
+        conversion.adopt(v for i, v in parts_of([result]).items() if i not in known)
+    elif is_iterator(result) or function is sorted or method == "copy":
         is_new = function is not next and id(result) not in known
         conversion.adopt([result] if is_new else [])
     shared = {i for i, v in known.items() if is_iterator(v)}
     is_own = is_iterator(result) and id(result) in conversion.own
     if is_own and shared <= conversion.fresh:
         conversion.fresh.add(id(result))
-
-
-def _containers_of(made: Any) -> list[Any]:
-    """Containers that a constructor has made, such as defaults of a dataclass."""
-    return [v for v in _with_attributes([made])[1:] if isinstance(v, CONTAINERS)]
-
-
-def _is_copy(function: Any) -> bool:
-    return getattr(function, "__name__", "") == "copy" and hasattr(function, "__self__")
 
 
 def _package(function: Any) -> str:
@@ -226,13 +227,16 @@ def change_error(value: Any, change: str) -> ControlFlowError:
 
 
 @contextmanager
-def only_own_changed(function: Any, given: list[Any]) -> Iterator[None]:
-    """Run a library's function, and refuse what it changes beside the call's own."""
+def only_own_changed(function: Any, given: list[Any]) -> Iterator[dict[int, Any]]:
+    """Run a library's function, and refuse what it changes beside the call's own.
+
+    Gives the parts of what the function is given, as they are before it runs.
+    """
     conversion = current()
     if conversion is None:
-        yield
+        yield {}
         return
-    objects = mutable_objects(_with_attributes(given))
+    objects = parts_of(given)
     before = conversion.visible
     is_functional = _package(function) in _FUNCTIONAL
     conversion.visible = frozenset(objects) if is_functional else None
@@ -244,7 +248,7 @@ def only_own_changed(function: Any, given: list[Any]) -> Iterator[None]:
         if not is_iterator(value) and not (is_builtin and isinstance(value, np.ndarray))
     ]
     try:
-        yield
+        yield objects
     finally:
         conversion.visible = before
         name = getattr(function, "__qualname__", repr(function))

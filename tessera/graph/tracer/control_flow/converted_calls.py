@@ -76,10 +76,11 @@ def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return builtin(*args, **kwargs)
     if _has_plain_constructor(function):
         new = object.__new__(function)
-        changeable_objects.adopt_result(new, function, ())
+        changeable_objects.adopt_result(new, function, {})
         converted_call(function.__init__, new, *args, **kwargs)
         if converted(function.__init__) is None:  # of a dataclass
-            changeable_objects.adopt_result(new, function, (*args, *kwargs.values()))
+            known = changeable_objects.parts_of((*args, *kwargs.values()))
+            changeable_objects.adopt_result(new, function, known)
         return new
     target, bound = target_of(function)
     made = None if target is None else converted(target)
@@ -96,10 +97,10 @@ def _library_call(
     _require_traceable(function, target, (*args, *kwargs.values()))
     owner = getattr(function, "__self__", None)
     given = [None if isinstance(owner, ModuleType) else owner, *args, *kwargs.values()]
-    with changeable_objects.only_own_changed(function, given):
+    with changeable_objects.only_own_changed(function, given) as known:
         named = {name: _callback(value) for name, value in kwargs.items()}
         result = function(*map(_callback, args), **named)
-    changeable_objects.adopt_result(result, function, given)
+    changeable_objects.adopt_result(result, function, known)
     return result
 
 
@@ -223,6 +224,7 @@ _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
     str: printing.str_,
     range: loops.range_,
+    type: type,  # the class of an object is not new
     int: _number(int),
     float: _number(float),
     bool: _number(bool),
@@ -311,10 +313,12 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _callback(value: Any) -> Any:
-    """A callback passed to a library, converted if it is the user's.
+    """A callback passed to a library, converted if it is the user's, or checked.
 
     JAX finds its programs by the function, so that is one object for each.
     """
+    if inspect.isbuiltin(value) and isinstance(value.__self__, CONTAINERS):
+        return functools.partial(converted_call, value)  # may change its container
     if not isinstance(value, (FunctionType, MethodType, functools.partial)):
         return value
     target, _ = target_of(getattr(value, "func", value))

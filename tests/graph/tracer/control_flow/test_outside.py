@@ -45,6 +45,15 @@ class Box:
         self.n = self.n + 1
 
 
+class Single(type):
+    def __call__(cls):
+        return box
+
+
+class OnlyBox(metaclass=Single):
+    pass
+
+
 class Slots:
     __slots__ = ("n",)
 
@@ -105,6 +114,10 @@ CHANGES = {
     "an object by setattr": set_attribute,
     "an object with slots": lambda: slots.__setattr__("n", 1),
     "a class": lambda: setattr(Box, "made", 1),
+    "the class of an object": lambda: setattr(type(Box()), "made", 1),
+    "the one object of a class": lambda: setattr(OnlyBox(), "n", 1),
+    "what a deque held": lambda: collections.deque([log]).popleft().append(2),
+    "a list by a method given to map": lambda: list(map(log.append, [2])),
     "a function": set_function_attribute,
     "a namespace": lambda: setattr(namespace, "n", 1),
     "a user's dict": lambda: bag.update(n=1),
