@@ -36,7 +36,7 @@ TRAINER = {
     "data": 3_119,
     "files": 71,
     "loop": 3_936,
-    "models": 4_464,
+    "models": 4_459,
     "planner": 2_495,
     "records": 217,
     "report": 736,
