@@ -15,6 +15,12 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/train-on-many-devices.md").read_text()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first_configuration():
+    """The first of a process imports Hydra and the model, for all tests."""
+    compose([], ROOT / "configs")
+
+
 def overrides():
     """What the page has after ``run_training.py``, and the settings in its comments."""
     for block in guide_pages.blocks(PAGE, "sh"):
