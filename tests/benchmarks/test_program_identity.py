@@ -35,8 +35,9 @@ def identity():
 @pytest.mark.full
 def test_a_step_without_backend_passes_is_the_program_by_hand(identity):
     step, _, by_hand, arguments = identity.steps("fsdp×tp")
-    lowered = step.trace(*arguments).lower().jax, by_hand.lower(*arguments)
-    ours, theirs = (identity.canonical(each.compile(EMITTERS)) for each in lowered)
+    compiled_step = step.trace(*arguments).lower().compile(EMITTERS)
+    ours = identity.canonical(compiled_step.jax)
+    theirs = identity.canonical(by_hand.lower(*arguments).compile(EMITTERS))
     assert identity.differing(ours, theirs) == {}
     assert ours == theirs
     assert identity.operations(ours).total() > 1000
