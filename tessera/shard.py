@@ -29,7 +29,6 @@ from tessera.foundations.dtypes import as_dtype as as_dtype
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh, opened_or_none
 from tessera.shard_spec import ShardSpec as ShardSpec
-from tessera.shard_spec import axes_of_dims, check_even, stored_shape
 from tessera.shard_spec import local_shape as local_shape
 
 __all__ = ("DistTensor", "ShardSpec", "tensor")
@@ -59,10 +58,6 @@ class DistTensor:
 
     It can be used wherever JAX takes an array. Equality is identity, so tensors can be
     dict keys; compare values by ``W[:]``.
-
-    If its layout pads it (``uneven="pad"``), there is no equivalent ``jax.Array``. Then
-    it can be used in steps, which ignore the padding, and results of steps whose layout
-    pads them are tensors too. ``np.asarray`` returns its values without padding.
 
     Attributes:
       shape: Global shape.
@@ -133,48 +128,16 @@ class DistTensor:
         """Bytes of one device's block."""
         return math.prod(self.local_shape) * self.dtype.itemsize
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of what all devices store, padding included."""
-        if self.mesh is None:
-            return self.shape
-        return stored_shape(self.shape, self.spec, self.mesh)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether devices store padding."""
-        return self.stored_shape != self.shape
-
-    def declaration(self) -> "DistTensor":
-        """A copy of the declaration, which keeps no array alive."""
-        return DistTensor(
-            self.shape,
-            self.layout,
-            self.mesh,
-            self.dtype,
-            self.init,
-            self.trainable,
-            self.name,
-        )
-
-    def materialize(self, key: jax.Array | None = None) -> Any:
+    def materialize(self, key: jax.Array | None = None) -> jax.Array:
         """Create the array, each shard on its own device.
 
         Args:
           key: A PRNG key for the initializer; each call with one creates a new array.
             Without one it is created once, from a key derived from the tensor's name.
 
-        Returns:
-          The array, or this tensor if its layout pads it.
-
         Raises:
           AbstractMeshError: [T105] the mesh has devices that this machine lacks.
         """
-        array = self.stored(key)
-        return self if self.is_padded else array
-
-    def stored(self, key: jax.Array | None = None) -> jax.Array:
-        """The array of shape ``stored_shape`` that devices hold, for running steps."""
         if key is None and self._array is not None:
             return self._array
         # If used while tracing, it must still create a concrete array.
@@ -185,43 +148,23 @@ class DistTensor:
             sharding = None
             if self.mesh is not None:
                 sharding = NamedSharding(self.mesh.jax, self.spec)
-            kind = (self.init, self.shape, self.stored_shape, self.dtype, sharding)
+            kind = (self.init, self.shape, self.dtype, sharding)
             self._array = _creator(*kind)(key)
         return self._array
 
     def __jax_array__(self) -> jax.Array:
         if (callback := _capture.get()) is not None:
             return callback(self)
-        self._check_even()
-        return self.stored()
+        return self.materialize()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if not self.is_padded or _capture.get() is not None:
-            return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
-        own = tuple(map(slice, self.shape))
-        return np.array(self.stored(), copy=copy)[own].astype(dtype or self.dtype)
+        return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
 
     def __getattr__(self, name: str) -> Any:
         # T, reshape, sum, addressable_shards and the rest of an array.
-        is_public = hasattr(jax.Array, name) and not name.startswith("_")
-        if not is_public or (name in _ABOUT_ARRAYS and self.is_padded):
+        if not hasattr(jax.Array, name) or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return getattr(self.__jax_array__(), name)
-
-    def _check_even(self) -> None:
-        if self.mesh is not None:
-            check_even(
-                f"{self.described} is stored padded, as no jax.Array can be",
-                self.shape,
-                self.spec,
-                self.mesh,
-                fix="use it in a step, or take its numbers to the host: np.asarray(…)",
-            )
-
-    def block_until_ready(self) -> Any:
-        """Wait until the array is computed, and return what ``materialize`` returns."""
-        self.stored().block_until_ready()
-        return self.materialize()
 
     def __getitem__(self, index: Any) -> jax.Array:
         return self.__jax_array__()[index]
@@ -237,31 +180,7 @@ class DistTensor:
         layout = "" if self.mesh is None else f", {self.mesh.topology}"
         state = "lazy" if self._array is None else "materialized"
         shape = f"{self.dtype.name}{list(self.shape)}"
-        if self.is_padded:
-            layout += f", stored as {list(self.stored_shape)}"
         return f"DistTensor({name}{shape}, {self.spec}{layout}, {state})"
-
-
-# Attributes by which JAX recognizes arrays on devices.
-_ABOUT_ARRAYS = ("aval", "weak_type", "sharding", "committed", "format", "is_ready")
-
-
-def stored_tensor(
-    array: jax.Array, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
-) -> DistTensor:
-    """The tensor of a padded array.
-
-    Args:
-      array: The padded array, with layout ``spec``.
-      shape: Shape without padding.
-      spec: Its layout.
-      mesh: Its mesh.
-    """
-    dims = axes_of_dims(spec, len(shape))
-    layout = ShardSpec(tuple(range(len(shape))), tuple(d or None for d in dims), "pad")
-    tensor = DistTensor(shape, layout, mesh, array.dtype, None, True, None)
-    tensor._array = array
-    return tensor
 
 
 def _forward(name: str) -> Callable[..., Any]:
@@ -362,7 +281,6 @@ _INITS: dict[str, Callable[..., jax.Array]] = {
 def _creator(
     init: Init,
     shape: tuple[int, ...],
-    stored: tuple[int, ...],
     dtype: Any,
     sharding: NamedSharding | None,
 ) -> Callable[[jax.Array], jax.Array]:
@@ -370,15 +288,9 @@ def _creator(
     fill = init if callable(init) else _INITS[init or "zeros"]
 
     def create(key: jax.Array) -> jax.Array:
-        return padded(fill(key, shape, dtype), stored)
+        return fill(key, shape, dtype)
 
     return jax.jit(create, out_shardings=sharding)
-
-
-def padded(array: jax.Array, stored: tuple[int, ...]) -> jax.Array:
-    """Pad an array with zeros at the end of each dim, to a shape."""
-    more = [(0, to - size) for size, to in zip(array.shape, stored, strict=True)]
-    return jnp.pad(array, more) if array.shape != stored else array
 
 
 def _checked_shape(what: str, shape: Sequence[int] | int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ Uses :mod:`tessera.mesh`; :mod:`tessera.shard` re-exports it.
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -23,10 +23,9 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 
 Axes: TypeAlias = str | tuple[str, ...] | None
-Uneven: TypeAlias = Literal["error", "pad"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ShardSpec:
     """Which dims of an array are sharded over which mesh axes.
 
@@ -36,14 +35,9 @@ class ShardSpec:
         ``row`` is its one dim. Other names come from the array's annotation.
       mesh_axes: For each of them a mesh axis, a tuple of axes (outer first), or None
         to leave the dim whole.
-      uneven: What to do with a dim that is not a multiple of its axes' size: ``error``,
-        or ``pad``: devices store blocks of equal size, and the last ones have padding
-        that no computation uses. Only for tensors and results of steps; where blocks
-        are computed with, it is an error too.
 
     Raises:
-      SpecFormError: [T204] the two differ in length, an entry is not a dim or axis, or
-        ``uneven`` has another value.
+      SpecFormError: [T204] the two differ in length, or an entry is not a dim or axis.
       AxisReusedError: [T202] one mesh axis would shard two dims.
 
     Example:
@@ -54,15 +48,8 @@ class ShardSpec:
 
     partition: Sequence[int | str]
     mesh_axes: Sequence[Axes]
-    uneven: Uneven = "error"
 
     def __post_init__(self) -> None:
-        if self.uneven not in ("error", "pad"):
-            raise SpecFormError(
-                "a ShardSpec says what becomes of dims that do not divide",
-                got=f"uneven={self.uneven!r}",
-                fix="write uneven='error', or uneven='pad'",
-            )
         dims = _entries(self.partition)
         axes = tuple(_axes_entry(entry) for entry in _entries(self.mesh_axes))
         object.__setattr__(self, "partition", dims)
@@ -87,11 +74,6 @@ class ShardSpec:
                 got=f"mesh_axes {axes!r}",
                 fix="an axis splits one dim only: drop one of its uses",
             )
-
-    def __repr__(self) -> str:
-        uneven = f", uneven={self.uneven!r}" if self.uneven != "error" else ""
-        dims = f"partition={self.partition!r}, mesh_axes={self.mesh_axes!r}"
-        return f"ShardSpec({dims}{uneven})"
 
     @classmethod
     def replicated(cls) -> "ShardSpec":
@@ -134,9 +116,7 @@ class ShardSpec:
                 problems.append(_dim_named_twice(what, dim, (named[dim], name)))
             else:
                 named[dim], entries[dim] = name, _axis_names(axes)
-                problems += _split_problems(
-                    what, shape, dim, entries[dim], mesh, self.uneven
-                )
+                problems += _split_problems(what, shape, dim, entries[dim], mesh)
         _raise_all(problems)
         return spec_of_axes(entries)
 
@@ -152,17 +132,15 @@ class ShardSpec:
 
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
-          ShardDivisibilityError: [T201] an array would have to be padded.
         """
         spec = self.resolve(shape, mesh, dim_names=dim_names, what=what)
-        check_even("no jax.Array can be stored padded", shape, spec, mesh)
         return NamedSharding(mesh.jax, spec)
 
 
 def local_shape(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
 ) -> tuple[int, ...]:
-    """Shape of one device's block of an array, padding included.
+    """Shape of one device's block of an array; the largest, if they differ.
 
     Example:
       >>> mesh = Mesh(["tp", "dp"], devices=range(16))
@@ -177,49 +155,25 @@ def local_shape(
     )
 
 
-def stored_shape(
-    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
-) -> tuple[int, ...]:
-    """Shape of all devices' blocks together, padding included.
-
-    Example:
-      >>> mesh = Mesh(["tp", "dp"], devices=range(16))
-      >>> stored_shape((10, 6), PartitionSpec("tp"), mesh)
-      (12, 6)
-    """
-    return tuple(
-        size * mesh.axis_size(axes)
-        for size, axes in zip(
-            local_shape(shape, spec, mesh), axes_of_dims(spec, len(shape)), strict=True
-        )
-    )
-
-
-def is_padded(shape: Sequence[int], mesh: Mesh, spec: PartitionSpec) -> bool:
-    """Whether a layout pads an array."""
-    return stored_shape(shape, spec, mesh) != tuple(shape)
-
-
 def check_even(
-    what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, fix: str = ""
+    what: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
 ) -> None:
-    """Check that a layout does not pad an array.
+    """Check that a layout divides an array into equal blocks.
 
     Args:
       what: The first line of the message.
       shape: The array's shape.
       spec: Its layout.
       mesh: Its mesh.
-      fix: Another fix, besides other sizes.
 
     Raises:
       ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
     """
     _raise_all(
         [
-            type(problem)(what, got=problem.got, fix=f"{fix}\n{problem.fix}".strip())
+            type(problem)(what, got=problem.got, fix=problem.fix)
             for dim, axes in enumerate(axes_of_dims(spec, len(shape)))
-            for problem in _split_problems(what, shape, dim, axes, mesh, "error")
+            for problem in _split_problems(what, shape, dim, axes, mesh)
         ]
     )
 
@@ -334,7 +288,6 @@ def _split_problems(
     dim: int,
     axes: tuple[str, ...],
     mesh: Mesh,
-    uneven: Uneven,
 ) -> list[TesseraError]:
     """The problems with sharding one dim over some axes."""
     if unknown := [axis for axis in axes if axis not in mesh.axes]:
@@ -346,10 +299,7 @@ def _split_problems(
             )
             for axis in unknown
         ]
-    # Explicit axes make the layout part of an array's type, and JAX has no padding.
-    is_typed = any(axis in mesh.explicit_axes for axis in axes)
-    is_padded = uneven == "pad" and not is_typed
-    if shape[dim] % mesh.axis_size(axes) == 0 or is_padded:
+    if shape[dim] % mesh.axis_size(axes) == 0:
         return []
     return [_indivisible(what, shape, dim, axes, mesh)]
 

@@ -18,11 +18,10 @@ from tessera.errors import (
     ShardDivisibilityError,
     SpecFormError,
     TesseraError,
-    UnknownAxisError,
 )
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec, as_dtype, local_shape
-from tessera.shard_spec import axes_of_dims, spec_of_axes, stored_shape
+from tessera.shard_spec import axes_of_dims, spec_of_axes
 
 P = PartitionSpec
 
@@ -178,42 +177,11 @@ def test_dims_and_axes_are_paired():
     )
 
 
-def test_what_becomes_of_uneven_dims_is_one_of_two_words():
-    with pytest.raises(SpecFormError) as caught:
-        ShardSpec(("row",), ("tp",), uneven="padded")
-    assert str(caught.value) == (
-        "[T204] a ShardSpec says what becomes of dims that do not divide\n"
-        "  got: uneven='padded'\n"
-        "  fix: write uneven='error', or uneven='pad'\n"
-        "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
-    )
-
-
-def test_an_uneven_dim_is_padded_to_blocks_of_one_size(grid_mesh):
-    spec = ShardSpec((0, 1), (("tp", "dp"), None), uneven="pad")
-    resolved = spec.resolve((10, 3), grid_mesh)
-    assert resolved == PartitionSpec(("tp", "dp"))
-    assert local_shape((10, 3), resolved, grid_mesh) == (2, 3)
-    assert stored_shape((10, 3), resolved, grid_mesh) == (16, 3)
-    assert stored_shape((16, 3), resolved, grid_mesh) == (16, 3)
-    assert spec != ShardSpec((0, 1), (("tp", "dp"), None))
-    assert repr(spec) == (
-        "ShardSpec(partition=(0, 1), mesh_axes=(('tp', 'dp'), None), uneven='pad')"
-    )
-
-
-def test_what_pads_has_no_sharding_of_jax_unless_it_divides(grid_mesh):
-    spec = ShardSpec((0,), ("tp",), uneven="pad")
-    assert spec.named((8, 3), grid_mesh).spec == PartitionSpec("tp")
-    with pytest.raises(ShardDivisibilityError, match="can be stored padded"):
-        spec.named((10, 3), grid_mesh)
-
-
-def test_padding_mends_no_other_mistake(grid_mesh):
-    with pytest.raises(UnknownAxisError):
-        ShardSpec((0,), ("tpp",), uneven="pad").resolve((10, 3), grid_mesh)
-    with pytest.raises(DimError):
-        ShardSpec((2,), ("tp",), uneven="pad").resolve((10, 3), grid_mesh)
+def test_uneven_dims_are_refused_whatever_is_asked_for(grid_mesh):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'uneven'"):
+        ShardSpec(("row",), ("tp",), uneven="pad")
+    with pytest.raises(ShardDivisibilityError, match="use 8 or 12"):
+        ShardSpec((0,), ("tp",)).named((10, 3), grid_mesh)
 
 
 def test_one_dim_under_two_names(grid_mesh):

@@ -23,7 +23,7 @@ from tessera.foundations.device_grid import listed
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, is_tensor, local_shape
-from tessera.shard_spec import axes_of_dims, stored_shape
+from tessera.shard_spec import axes_of_dims
 from tessera.tracing import scope
 
 __all__ = ["Inspection", "LeafLayout", "inspect"]
@@ -71,7 +71,7 @@ class LeafLayout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of one device's block, padding included."""
+        """Shape of one device's block; the largest, if they differ."""
         if self.mesh is not None:
             return local_shape(self.shape, self.spec, self.mesh)
         if self.unnamed_blocks:
@@ -136,7 +136,7 @@ class LeafLayout:
             index = 0
             for axis in axes:
                 index = index * sizes[axis] + coordinates[axis]
-            # Padding is stored after the end of the array.
+            # A layout that only a type has may not divide it.
             block.append((min(index * size, end), min((index + 1) * size, end)))
         return tuple(block)
 
@@ -281,9 +281,6 @@ def _summary(leaf: LeafLayout) -> list[str]:
     lines = [f"{leaf.kind}: {leaf.dtype.name}{list(leaf.shape)}"]
     if leaf.mesh is not None:
         lines.append(f"  layout      {leaf.spec} on {leaf.mesh!r}")
-        stored = stored_shape(leaf.shape, leaf.spec, leaf.mesh)
-        if stored != leaf.shape:
-            lines.append(f"  padded      stored as {leaf.dtype.name}{list(stored)}")
     lines += [
         f"  per device  {leaf.dtype.name}{list(leaf.local_shape)}",
         f"  bytes       {format_bytes(leaf.nbytes)} global, "

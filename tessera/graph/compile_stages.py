@@ -35,7 +35,7 @@ from tessera.graph.tracer.tracer import Trace
 from tessera.graph.tracer.write_back import check_no_alias, write_back
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
-from tessera.shard import DistTensor, capturing, stored_tensor
+from tessera.shard import DistTensor, capturing
 from tessera.targets.target import Target
 from tessera.tracing.mutable_arrays import check_captured
 from tessera.tracing.object_arguments import (
@@ -299,27 +299,6 @@ class Compiled(OfArguments):
             self.jax, num_arrays, len(origin.parameters), len(self.captured)
         )
 
-    def stored(self, returned: Any) -> Any:
-        """What the program returns, with tensors for results that are stored padded."""
-        if not self._padded:
-            return returned
-        graph = self.traced.graph
-        return [
-            stored_tensor(array, value.aval.shape, value.spec, graph.mesh)
-            if value.spec is not None and graph.mesh and index in self._padded
-            else array
-            for index, (value, array) in enumerate(
-                zip(graph.outputs, returned, strict=True)
-            )
-        ]
-
-    @cached_property
-    def _padded(self) -> frozenset[int]:
-        """The results that devices store padded, by position."""
-        graph = self.traced.graph
-        every = enumerate(graph.outputs)
-        return frozenset(index for index, value in every if graph.is_padded(value))
-
     def run(
         self, arrays: list[Any], parameters: tuple[Any, ...], values: Sequence[Any]
     ) -> Any:
@@ -338,7 +317,7 @@ class Compiled(OfArguments):
         origin = self.traced.origin
         check_no_alias(origin.writes, values)
         check_captured(self.captured)
-        outputs = self.stored(self.dispatch(arrays, parameters, self.captured))
+        outputs = self.dispatch(arrays, parameters, self.captured)
         write_back(origin.writes, origin.written(outputs), values)
         return origin.unflatten(outputs)
 
@@ -349,7 +328,7 @@ class Compiled(OfArguments):
         has_objects = origin.restore is not as_it_is
         is_changed = origin.writes or origin.result.statics or has_objects
         has_references = any(isinstance(array, jax.Ref) for array in self.captured)
-        if is_changed or self._padded or has_references:
+        if is_changed or has_references:
             return None
         return origin.result.structure.unflatten
 

@@ -26,7 +26,7 @@ from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.eager import run_eagerly
 from tessera.graph.flax_errors import changes_explained
 from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
-from tessera.graph.lower.lower_to_jit import jitted, without_padding
+from tessera.graph.lower.lower_to_jit import jitted
 from tessera.graph.object_copies import OwnObjects
 from tessera.graph.pass_runner import check_names
 from tessera.graph.tracer.arguments import (
@@ -215,7 +215,9 @@ class Function:
 
     def _parameters(self, traced: Traced) -> tuple[Any, ...]:
         """The arrays of the parameter inputs of a program."""
-        return tuple(tensor.stored() for tensor in traced.origin.parameters.values())
+        return tuple(
+            tensor.materialize() for tensor in traced.origin.parameters.values()
+        )
 
     def _program(self, call: Call, *, to_run: bool = False) -> Program:
         """The program of a call, compiled unless an equal call has one."""
@@ -348,9 +350,7 @@ class Function:
         parts = [argument.own_part() for argument in call.arguments]
         captured = traced.graph.captured
         check_captured(captured)
-        returned = program(*parts, self._parameters(traced), captured)
-        pairs = zip(traced.graph.outputs, returned, strict=True)
-        return [without_padding(traced.graph, *pair) for pair in pairs]
+        return program(*parts, self._parameters(traced), captured)
 
     def _refuse_deterministic(self, where: str) -> None:
         if self.options.is_deterministic:

@@ -321,6 +321,6 @@ def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
         gradient
         if (layout := scope.layout_of(weight, of_gradient=True) or layout_of(weight))
         is None
-        else scope.constrain(gradient, *layout, pads=True)
+        else scope.constrain(gradient, *layout)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]

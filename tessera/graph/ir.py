@@ -18,7 +18,7 @@ from tessera.graph.captures import lift_captures, snapshot
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import layout_of
-from tessera.shard_spec import spec_on, stored_shape
+from tessera.shard_spec import spec_on
 from tessera.tracing.scope import Plan
 
 
@@ -163,33 +163,17 @@ class Graph:
         kind = jaxprs.HOST_MEMORY if value.on_host else None
         return NamedSharding(self.mesh.compile_mesh, value.spec, memory_kind=kind)
 
-    def is_padded(self, value: Value) -> bool:
-        """Whether devices store more than an input or output has."""
-        return self.stored_shape(value) != tuple(value.aval.shape)
-
-    def stored_shape(self, value: Value) -> tuple[int, ...]:
-        """What devices store of an input or output, together."""
-        shape = tuple(value.aval.shape)
-        if self.mesh is None or value.spec is None:
-            return shape
-        return stored_shape(shape, value.spec, self.mesh)
-
     def as_text(self) -> str:
         """Inputs with their layouts, then the equations with the user's lines."""
         where = self.mesh.topology if self.mesh is not None else "one device"
         lines = [f"step {self.name} on {where}", *self._plan_as_text()]
         lines += ["numerics: deterministic"] * self.is_deterministic
         lines += ["inputs:"]
-        lines += [f"  {self._described(value)}" for value in self.inputs]
+        lines += [f"  {value.describe()}" for value in self.inputs]
         lines += ["outputs:"]
-        lines += [f"  {self._described(value)}" for value in self.outputs]
+        lines += [f"  {value.describe()}" for value in self.outputs]
         lines += ["equations:", jaxprs.pretty(self.program)]
         return "\n".join(lines)
-
-    def _described(self, value: Value) -> str:
-        stored = self.stored_shape(value)
-        more = f", stored as {list(stored)}" if self.is_padded(value) else ""
-        return value.describe() + more
 
     def _plan_as_text(self) -> list[str]:
         """The declared schedule; no line where none is declared."""

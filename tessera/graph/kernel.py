@@ -37,7 +37,6 @@ from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 from tessera.ops.operand_layouts import (
     as_array,
-    block_layout_of,
     is_traced,
     is_unplaced,
     layout_of,
@@ -45,7 +44,6 @@ from tessera.ops.operand_layouts import (
     region_mesh,
 )
 from tessera.shard import ARRAYS, DistTensor, ShardSpec, capturing, is_tensor
-from tessera.shard_spec import check_even
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import holds_objects
 from tessera.tracing.per_device_checks import check_region
@@ -168,11 +166,8 @@ class Kernel:
         what = f"argument {leaf.name!r}"
         if leaf.parameter in self._layouts:
             declared = self._layouts[leaf.parameter]
-            shape = leaf.value.shape
-            spec = declared.resolve(shape, mesh, what=what)
-            check_even("a kernel takes blocks of one size", shape, spec, mesh)
-            return spec
-        layout = block_layout_of(leaf.value, "a kernel")
+            return declared.resolve(leaf.value.shape, mesh, what=what)
+        layout = layout_of(leaf.value)
         return PartitionSpec() if layout is None else layout[1]
 
     def _refuse_objects(self, values: Mapping[str, Any]) -> None:

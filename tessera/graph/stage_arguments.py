@@ -67,8 +67,7 @@ class OfArguments(ABC):
         graph, found = origin.graph, list[Any]()
         for value in graph.outputs:
             struct, sharding = jaxprs.struct(value.aval), graph.sharding(value)
-            is_known = sharding is not None and not graph.is_padded(value)
-            found.append(struct.update(sharding=sharding) if is_known else struct)
+            found.append(struct.update(sharding=sharding) if sharding else struct)
         return origin.unflatten(found)
 
     @property

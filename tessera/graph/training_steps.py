@@ -13,9 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 
 from tessera.annotations import check_call
 from tessera.errors import ParameterTreeError
@@ -26,7 +23,7 @@ from tessera.graph.ir import Role
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.mesh import Mesh
-from tessera.shard import DistTensor, padded, stored_tensor
+from tessera.shard import DistTensor
 from tessera.tracing import scope
 
 __all__ = ["Stage", "Step", "stage", "training_step"]
@@ -152,11 +149,7 @@ class Step(Function):
             if any(self._values[name] is not before[name] for name in before):
                 self._placed_for = {}  # Others may take them in another layout.
             self._placed_for[id(traced)] = traced
-        values = [self._values[name] for name in traced.origin.parameters]
-        return tuple(
-            value.stored() if isinstance(value, DistTensor) else value
-            for value in values
-        )
+        return tuple(self._values[name] for name in traced.origin.parameters)
 
     def _parameter(self, name: str, declared: DistTensor) -> Any:
         declarations = {**(self._declared or {}), name: declared}
@@ -182,29 +175,12 @@ class Step(Function):
         for (name, declared), value in zip(parameters.items(), values, strict=True):
             current = self._values.get(name, declared)
             sharding = graph.sharding(value)
-            if graph.is_padded(value):
-                self._values[name] = _padded_as(declared, current)
-                continue
             array = (
                 current.materialize() if isinstance(current, DistTensor) else current
             )
             if sharding is not None and getattr(array, "sharding", None) != sharding:
                 array = jax.device_put(array, sharding)
             self._values[name] = array
-
-
-def _padded_as(declared: DistTensor, current: Any) -> DistTensor:
-    """A parameter in its declared layout, which pads it."""
-    assert declared.mesh is not None, "a layout that pads is of a mesh"
-    layout = (declared.spec, declared.mesh)
-    if isinstance(current, DistTensor) and (current.spec, current.mesh) == layout:
-        return current
-    own = (
-        np.asarray(current) if isinstance(current, DistTensor) else jnp.asarray(current)
-    )
-    sharding = NamedSharding(declared.mesh.jax, declared.spec)
-    stored = jax.device_put(padded(jnp.asarray(own), declared.stored_shape), sharding)
-    return stored_tensor(stored, declared.shape, *layout)
 
 
 def _form(value: Any) -> str:

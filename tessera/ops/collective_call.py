@@ -25,8 +25,8 @@ from tessera.mesh import manual_axes, opened_or_none
 from tessera.ops.operand_layouts import (
     Layout,
     as_array,
-    block_layout_of,
     is_unplaced,
+    layout_of,
     map_blocks,
 )
 from tessera.shard import is_tensor
@@ -178,7 +178,7 @@ def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
         _check_manual(axes, manual)
         sizes = tuple(manual[axis] for axis in axes)
         return Operand(as_array(value), axes, sizes, None)
-    layout = block_layout_of(value, "a collective")
+    layout = layout_of(value)
     if layout is None and is_unplaced(value):
         raise CollectiveError(
             "a collective cannot see how this traced array is split",

@@ -16,7 +16,7 @@ from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import Reduction, check_settings
 from tessera.ops.operand_checks import raise_problems
 from tessera.ops.operand_layouts import as_array, layout_of
-from tessera.shard_spec import axes_of_dims, is_padded
+from tessera.shard_spec import axes_of_dims
 
 
 def fused_linear_cross_entropy(  # noqa: PLR0913
@@ -95,13 +95,9 @@ def _split_of(
 ) -> LossLayout | None:
     """How the operands are sharded, by their layouts; None where these do not say.
 
-    Replicated labels say nothing about tokens that are computed in a trace. Arrays that
-    are stored padded have blocks of different sizes: XLA partitions the work then.
+    Replicated labels say nothing about tokens that are computed in a trace.
     """
     of_tokens, of_words = layout_of(hidden), layout_of(weight)
-    layouts = (hidden, of_tokens), (weight, of_words)
-    if any(layout and is_padded(x.shape, *layout) for x, layout in layouts):
-        return None
     if of_tokens is None:
         of_tokens = layout_of(labels)
         if of_tokens is not None and not any(axes_of_dims(of_tokens[1], 0)):

@@ -21,7 +21,6 @@ from tessera.jax_compat import jaxprs
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes
 from tessera.shard import DistTensor
-from tessera.shard_spec import check_even
 from tessera.tracing import scope
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
@@ -44,23 +43,6 @@ def layout_of(value: Any) -> Layout | None:
         return recorded
     inner = jaxprs.underlying(value)
     return None if inner is value else layout_of(inner)
-
-
-def block_layout_of(value: Any, what: str) -> Layout | None:
-    """The layout of a value that is split into blocks.
-
-    Args:
-      value: A tensor, an array or a traced value.
-      what: What takes the blocks, such as ``a kernel``.
-
-    Raises:
-      ShardDivisibilityError: [T201] the layout pads it, so that blocks differ in size.
-    """
-    if (layout := layout_of(value)) is not None:
-        mesh, spec = layout
-        reason = f"{what} takes blocks of one size, and an array is stored padded"
-        check_even(reason, value.shape, spec, mesh)
-    return layout
 
 
 def is_unplaced(value: Any) -> bool:

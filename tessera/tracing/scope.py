@@ -9,7 +9,7 @@ the first trace. Neither trace allocates anything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from tessera.errors import OutsideTraceError, ParameterNameError
 from tessera.foundations.context import holding as holding
 from tessera.mesh import Mesh, no_mesh_opened, opened_or_none
 from tessera.shard import DistTensor, ShardSpec, capturing, tensor
-from tessera.shard_spec import is_padded, spec_over
+from tessera.shard_spec import spec_over
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 Layout = tuple[Mesh, PartitionSpec]
@@ -262,9 +262,6 @@ def layout_of(value: Any, *, of_gradient: bool = False) -> Layout | None:
     return record[1] if record is not None else None
 
 
-# The name scope of constraints that may pad. An output under one is stored padded; any
-# other constraint that does not divide an output is an error.
-PADDED = "tessera_padded"
 # The name scope of kernels that compute some pairs of blocks of queries and keys:
 # ``tessera_visits_36_of_64``. Compiled programs do not say which ones.
 VISITS = "tessera_visits_"
@@ -331,9 +328,7 @@ def _step_mesh() -> Mesh | None:
     return mesh or _transformed.get() or opened_or_none()
 
 
-def constrain(
-    value: Any, mesh: Mesh, spec: PartitionSpec, *, pads: bool = False
-) -> Any:
+def constrain(value: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     """A traced array constrained to the layout ``spec``, which is recorded.
 
     Inside an SPMD region (``shard_map``) over some axes, such as a pipeline's stages,
@@ -343,13 +338,10 @@ def constrain(
       value: The array.
       mesh: Its mesh.
       spec: Its layout.
-      pads: Whether the layout may pad it: as an output it is stored padded then.
     """
     region = jax.sharding.get_abstract_mesh()
     home = region if region.manual_axes else mesh.compile_mesh
-    pads = pads and is_padded(value.shape, mesh, spec)
-    with jax.named_scope(PADDED) if pads else nullcontext():
-        laid_out = _constrained(value, mesh, home, spec)
+    laid_out = _constrained(value, mesh, home, spec)
     record_layout(laid_out, mesh, spec)
     return laid_out
 

@@ -23,7 +23,6 @@ from tessera.jax_compat import jaxprs
 from tessera.jax_compat.equation_lines import lines_in_cache_key
 from tessera.jax_compat.workarounds import correct_options
 from tessera.ops.operand_layouts import in_types_of
-from tessera.shard import padded
 
 # Options for GPUs that let more of the collectives' time pass beside computation for
 # less than a tenth more of temporary memory; ``benchmarks/overlap.py`` compares. The
@@ -85,16 +84,19 @@ def jitted(
     # JAX takes no layouts for a nested call with mutable arrays: constrain inside.
     constrains = is_nested and graph.has_references
     if constrains:
-        own = (v.name for v in graph.inputs if not graph.is_padded(v) and not v.is_ref)
+        own = (value.name for value in graph.inputs if not value.is_ref)
         untyped |= set(own) - traced
 
     def step(*parts: Any) -> list[Any]:
         own = [
-            _input(graph, value, array, is_untyped=value.name in untyped)
+            _laid_out(graph, value, array) if value.name in untyped else array
             for value, array in zip(graph.inputs, jax.tree.leaves(parts), strict=True)
         ]
         results = zip(graph.outputs, jaxprs.replay(graph.program, *own), strict=True)
-        return [_output(graph, *pair, is_untyped=constrains) for pair in results]
+        return [
+            _laid_out(graph, value, array) if constrains else array
+            for value, array in results
+        ]
 
     step.__name__ = step.__qualname__ = graph.name
     donated = [
@@ -116,23 +118,17 @@ def jitted(
     )
 
 
-def _input(graph: Graph, value: Value, array: Any, *, is_untyped: bool) -> Any:
-    """The array of an input, from what devices store of it."""
-    if is_untyped and (sharding := graph.sharding(value)) is not None:
-        return jax.lax.with_sharding_constraint(array, sharding)
-    return without_padding(graph, value, array)
-
-
-def _output(graph: Graph, value: Value, array: Any, *, is_untyped: bool) -> Any:
-    """What devices store of an output."""
-    if graph.is_padded(value):
-        return padded(array, graph.stored_shape(value))
-    return _input(graph, value, array, is_untyped=is_untyped)
+def _laid_out(graph: Graph, value: Value, array: Any) -> Any:
+    """An input or output, constrained to the layout that is declared for it."""
+    sharding = graph.sharding(value)
+    if sharding is None:
+        return array
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
     """``jitted``, lowered for the types of the graph's inputs."""
-    structs = [_stored(graph, value) for value in graph.inputs]
+    structs: list[Any] = [value.type_on(graph.mesh) for value in graph.inputs]
     for number, array in enumerate(graph.captured, len(structs) - len(graph.captured)):
         if isinstance(array, jax.Ref):
             structs[number] = array  # JAX has no type for it
@@ -224,24 +220,6 @@ def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
         parts.append(taken)
     count = sum(value.role is Role.PARAMETER for value in graph.inputs)
     return (*parts, tuple(rest[:count]), tuple(rest[count:]))
-
-
-def without_padding(graph: Graph, value: Value, stored: Any) -> Any:
-    """The array of an input or output, from what devices store of it.
-
-    XLA splits it over the devices as it is stored, and handles the uneven end itself.
-    """
-    if not graph.is_padded(value):
-        return stored
-    own = jax.lax.slice(stored, [0] * stored.ndim, value.aval.shape)
-    return jax.lax.with_sharding_constraint(own, graph.sharding(value))
-
-
-def _stored(graph: Graph, value: Value) -> Any:
-    struct = value.type_on(graph.mesh)
-    if not graph.is_padded(value):
-        return struct
-    return struct.update(shape=graph.stored_shape(value))
 
 
 def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:

@@ -10,7 +10,6 @@ from tessera.graph.ir import Graph
 from tessera.jax_compat import jaxprs, primitives
 from tessera.mesh import Mesh
 from tessera.shard_spec import check_even
-from tessera.tracing import scope
 
 
 def assign_output_layouts(graph: Graph) -> Graph:
@@ -29,20 +28,18 @@ def assign_output_layouts(graph: Graph) -> Graph:
         return graph
     inputs = zip(jaxprs.inputs(graph.program), graph.inputs, strict=True)
     known = {variable: v.spec for variable, v in inputs if not _has_sums(v.spec)}
-    by_user = set[Any]()
+    constrained = set[Any]()
     for equation in jaxprs.equations(graph.program):
         if (spec := _constraint(equation, graph.mesh)) is not None:
             known[equation.outvars[0]] = spec
-            if scope.PADDED not in jaxprs.name_scopes(equation):
-                by_user.add(equation.outvars[0])
+            constrained.add(equation.outvars[0])
     outputs = []
     for atom, value in zip(jaxprs.outputs(graph.program), graph.outputs, strict=True):
         if value.spec is None and not isinstance(atom, jaxprs.Literal):
             value = replace(value, spec=known.get(atom))
-            if value.spec is not None and atom in by_user:
-                what = f"a constraint lays out output {value.name!r}, and pads nothing"
-                fix = "declare it: out_specs=ShardSpec(…, uneven='pad')"
-                check_even(what, value.aval.shape, value.spec, graph.mesh, fix)
+            if value.spec is not None and atom in constrained:
+                what = f"a constraint does not divide output {value.name!r}"
+                check_even(what, value.aval.shape, value.spec, graph.mesh)
         outputs.append(value)
     return graph.with_outputs(outputs)
 

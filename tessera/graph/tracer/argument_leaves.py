@@ -109,15 +109,8 @@ class Leaf:
         location = (self.layout, jaxprs.on_host(self.value), varies)
         return (shape, dtype, self.is_weak, self.reference, *location)
 
-    @property
-    def may_be_padded(self) -> bool:
-        """Whether it can have an uneven layout: a tensor, or a traced value."""
-        return isinstance(self.value, DistTensor) or self.of_trace
-
     def abstract(self) -> "Leaf":
         """The same leaf without its data, which a program must not keep alive."""
-        if _is_padded(self.value):
-            return Leaf(self.name, self.value.declaration())
         if isinstance(self.value, jax.ShapeDtypeStruct):
             is_of_now = jaxprs.canonical_dtype(self.aval.dtype) == self.aval.dtype
             return self if is_of_now else self._struct(self.value.sharding)
@@ -154,7 +147,7 @@ class Leaf:
     def _spec_on(self, mesh: Mesh) -> PartitionSpec | None:
         assert self.layout is not None, "only a layout has a spec"
         own, spec = self.layout
-        if isinstance(self.value, DistTensor):  # it may be stored padded
+        if isinstance(self.value, DistTensor):  # it stays on its mesh
             return spec if own == mesh else None
         return spec_on(spec, own, mesh)
 
@@ -209,12 +202,8 @@ def stored_arrays(values: Sequence[Any]) -> list[Any]:
 
 def _stored(value: Any) -> Any:
     if isinstance(value, DistTensor):
-        return value.stored()
+        return value.materialize()
     return value.astype(jaxprs.canonical_dtype(value.dtype))
-
-
-def _is_padded(value: Any) -> bool:
-    return isinstance(value, DistTensor) and value.is_padded
 
 
 def _is_weak(value: Any) -> bool:

@@ -24,7 +24,7 @@ from tessera.graph.tracer.arguments import Argument, Call, is_in
 from tessera.graph.tracer.strategies import Strategy
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec
-from tessera.shard_spec import axes_of_dims, check_even
+from tessera.shard_spec import axes_of_dims
 from tessera.tracing.object_arguments import STRUCTURE, is_object
 
 # What annotations call the dims of each array, by its path.
@@ -194,14 +194,6 @@ def declared_layouts(
             if layout is None and mesh is not None and options.strategy is not None:
                 layout = options.strategy.layout(argument, leaf, mesh)
             layouts.append(layout)
-            if layout is not None and mesh is not None and not leaf.may_be_padded:
-                check_even(
-                    f"{leaf.name!r} cannot be stored padded, as a dist.tensor can",
-                    leaf.aval.shape,
-                    layout,
-                    mesh,
-                    fix="pass a dist.tensor that has the layout",
-                )
             if mesh is None or layout is None or own is None:
                 continue
             if not _alike(layout, own[1], mesh):

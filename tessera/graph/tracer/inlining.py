@@ -90,6 +90,6 @@ def _laid_out(
             return array
         if is_eager:  # JAX ignores constraints there
             return jax.device_put(as_array(array), NamedSharding(mesh.jax, spec))
-        return scope.constrain(array, mesh, spec, pads=True)
+        return scope.constrain(array, mesh, spec)
 
     return list(map(lay_out, arrays, specs))

@@ -33,18 +33,9 @@ from tessera.graph.pipelining.pipeline_primitive import (
 from tessera.graph.rewriting import inline_jits
 from tessera.graph.tracer.argument_roles import GradientUses, gradient_uses, views_of
 from tessera.jax_compat import jaxprs
-from tessera.shard_spec import check_even
 from tessera.tracing.scope import Scope
 
 Retrace: TypeAlias = Callable[[Sequence[Value], Scope], jaxprs.Program]
-
-
-def require_even_rows(graph: Graph) -> None:
-    """Raise [T201] where an input of a step with pipelines is stored padded."""
-    for value in graph.inputs:
-        if graph.mesh is not None and value.spec is not None:
-            what = f"{value.name!r} is stored padded, and a pipeline takes even blocks"
-            check_even(what, value.aval.shape, value.spec, graph.mesh)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from tessera.graph.tracer.mesh_inference import (
     mesh_of,
     meshes_used,
 )
-from tessera.graph.tracer.microbatch_trace import BatchRows, require_even_rows
+from tessera.graph.tracer.microbatch_trace import BatchRows
 from tessera.graph.tracer.strategy_roles import BATCH
 from tessera.graph.tracer.torch_transpose import enable_torch_transpose
 from tessera.graph.tracer.write_back import MutationTracker, Write, write_values
@@ -179,7 +179,6 @@ class _Tracing:
         if self._infer_roles(graph):
             return None
         if has_pipeline(graph.program):
-            require_even_rows(graph)
             rows = self._rows(graph)
             if found := rows.decisions():
                 self.batch_arguments |= found  # the next trace cuts these arguments

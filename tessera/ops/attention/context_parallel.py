@@ -25,7 +25,7 @@ from tessera.ops.attention.context_parallel_variants import (
 )
 from tessera.ops.attention.zigzag import Arrangement, ContextSharding
 from tessera.ops.operand_checks import check_one_dtype, raise_problems
-from tessera.ops.operand_layouts import as_array, block_layout_of, map_blocks
+from tessera.ops.operand_layouts import as_array, layout_of, map_blocks
 from tessera.shard_spec import axes_of_dims
 
 Method: TypeAlias = Literal["zigzag", "ring", "all_to_all"]
@@ -195,7 +195,7 @@ def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
 
 def _layout(queries: Any, axis: str) -> tuple[Mesh, PartitionSpec]:
     """Mesh and layout of global arrays, from their queries."""
-    layout = block_layout_of(queries, "context_attention")
+    layout = layout_of(queries)
     if layout is None:
         raise CollectiveError(
             "context_attention does not know the layout of its queries",

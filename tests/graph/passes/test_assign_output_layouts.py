@@ -4,10 +4,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
+from tessera.errors import ShardDivisibilityError
 from tessera.graph.passes.assign_output_layouts import assign_output_layouts
 
 X = jnp.arange(32.0).reshape(8, 4)
@@ -40,6 +42,26 @@ def test_an_output_that_is_an_input_has_its_layout(grid_mesh):
 def test_an_output_that_is_constrained_has_that_layout(grid_mesh):
     found = outputs(lambda x: constrained(x, grid_mesh.jax, "tp"), X, mesh=grid_mesh)
     assert found == ([None], [P("tp")])
+
+
+def test_a_constraint_that_does_not_divide_an_output_is_refused(dp_mesh):
+    step = ts.function(lambda x: constrained(x * 2, dp_mesh.jax, "dp"), mesh=dp_mesh)
+    with pytest.raises(ShardDivisibilityError) as caught:
+        step(np.ones((10, 3)))
+    assert str(caught.value).startswith(
+        "[T201] a constraint does not divide output 'result'\n"
+        "  got: shape (10, 3), dim 0 = 10, axis size 8\n"
+        "  fix: use 8 or 16, or drop 'dp' from the spec\n"
+    )
+
+
+def test_sums_see_every_row_of_what_a_constraint_splits_unevenly(dp_mesh):
+    step = ts.function(
+        lambda x: jax.nn.softmax(constrained(x, dp_mesh.jax, "dp"), 0).sum(0) + x.max(),
+        mesh=dp_mesh,
+    )
+    x = -1 - np.random.default_rng(0).random((10, 3), np.float32)
+    np.testing.assert_allclose(step(x), np.full(3, 1 + x.max()), atol=1e-6)
 
 
 def test_gradients_have_the_layout_of_their_weights(grid_mesh):

@@ -50,14 +50,6 @@ def test_a_result_without_a_layout_is_whole_on_every_device(mesh):
     assert result.sharding.is_fully_replicated
 
 
-def test_arrays_that_are_stored_padded_keep_their_layout(mesh):
-    layout = dist.ShardSpec((0,), ("dp",), uneven="pad")
-    x = dist.tensor((7, 4), layout, mesh, init=lambda *_: jnp.asarray(ROWS[:7]))
-    found = deterministic(softmax_slope, mesh=mesh, out_specs=layout)(x)
-    expected = deterministic(softmax_slope)(ROWS[:7])
-    np.testing.assert_array_equal(np.asarray(found), expected)
-
-
 def test_what_is_closed_over_and_updated_in_place_takes_part(mesh):
     table = dist.tensor((8, 4), dist.ShardSpec((0,), ("dp",)), mesh, init="normal")
 

@@ -149,7 +149,6 @@ def test_the_program_takes_the_arrays_of_an_argument_and_those_of_tensors():
 
 
 def test_leaves_of_one_signature_have_one_key(dp_mesh, grid_mesh):
-    uneven = ShardSpec((0,), ("dp",), uneven="pad")
     shapes = [jax.ShapeDtypeStruct((8, 2), dtype) for dtype in (jnp.float32, jnp.int32)]
     leaves = [
         *(X, X + 1, X[:4], X.astype(jnp.bfloat16), jax.device_put(X, jax.devices()[0])),
@@ -158,7 +157,7 @@ def test_leaves_of_one_signature_have_one_key(dp_mesh, grid_mesh):
         *(np.ones((8, 2), "f4"), np.ones((8, 2), "i4"), np.float32(1), np.int32(1)),
         *(jnp.float32(1), jnp.asarray(1.0), 1.0, -1.0, 0.0, -0.0, 1, True, "1"),
         *(tensor((8, 2)), tensor((8, 2), ShardSpec((0,), ("dp",)), dp_mesh), *shapes),
-        *(tensor((6, 2), uneven, dp_mesh), tensor((6, 2)), tensor((6, 2), dtype="i4")),
+        *(tensor((6, 2)), tensor((6, 2), dtype="i4")),
         *(jax.random.key(0), jax.random.key(1), jax.random.key(0, impl="rbg")),
     ]
     signatures = list(map(leaf_signature, leaves))
