@@ -69,9 +69,11 @@ def idle_rows() -> list[Row]:
         for count in (FEW, MANY):
             schedule = MODES[name].step_config(count).schedule
             assert schedule is not None
-            formula = schedule.expected_idle_fraction()
-            assert formula is not None
             split = schedule.splits_backward
+            bubble, work = schedule.stages - 1, schedule.chunks * count
+            if split:
+                bubble, work = 2 * bubble, 3 * work
+            formula = bubble / (work + bubble)
             backward = RECOMPUTED_SPLIT if split else RECOMPUTED
             rows.append(
                 {

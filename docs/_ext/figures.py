@@ -8,6 +8,9 @@
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
+from string import ascii_lowercase
+
+import numpy as np
 
 from tessera import dist
 from tessera.graph.pass_runner import PASSES
@@ -161,9 +164,58 @@ def phases() -> str:
     return picture(960, height, "The phases of compilation", parts())
 
 
+# Blue, green and orange that people with any kind of color vision can tell apart.
+COLORS = {"F": "#56b4e9", "B": "#009e73", "W": "#e69f00"}
+MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of weights"}
+UNIT, ROW, LEFT, TOP = 22.0, 24.0, 74.0, 34.0
+
+
 def timetable(name: str, microbatches: int = 8) -> Callable[[], str]:
-    """A pipeline schedule of four stages over time, as Tessera draws it."""
-    return lambda: schedule(name, stages=4, microbatches=microbatches).as_svg() + "\n"
+    """A pipeline schedule of four stages over time: a row per device, a box per op.
+
+    A tick is as wide as its longest device, so white space is idle time. Later chunks
+    are paler.
+    """
+
+    def draw() -> str:
+        table = schedule(name, stages=4, microbatches=microbatches)
+        lasts = table.costs().max(axis=1) * table.chunks * UNIT
+        starts = LEFT + np.concatenate([[0.0], np.cumsum(lasts)])
+        height = TOP + ROW * table.stages + 30
+        prices = {"F": 1.0, "B": 1.0 if table.splits_backward else 2.0, "W": 1.0}
+
+        def parts() -> Iterator[str]:
+            yield text(8, 20, table.summary(), anchor="start", font_weight="bold")
+            for device in range(table.stages):
+                y = TOP + ROW * device + 16
+                yield text(8, y, f"device {device}", anchor="start", font_size="11")
+            for tick, row in enumerate(table.cells):
+                for device, cell in enumerate(row):
+                    left, top = float(starts[tick]), TOP + ROW * device
+                    for op in cell:
+                        wide, opacity = prices[op.kind] * UNIT, 1.0 - 0.15 * op.chunk
+                        yield (
+                            f'<rect x="{left:g}" y="{top:g}" width="{wide:g}" '
+                            f'height="{ROW - 2:g}" fill="{COLORS[op.kind]}" '
+                            f'fill-opacity="{opacity:g}" stroke="#fff"/>'
+                        )
+                        label = str(op.microbatch)
+                        if table.chunks > 1:
+                            label += ascii_lowercase[op.chunk]
+                        yield text(left + wide / 2, top + 15, label, font_size="11")
+                        left += wide
+            for number, kind in enumerate("FBW" if table.splits_backward else "FB"):
+                left = LEFT + 90 * number
+                yield (
+                    f'<rect x="{left:g}" y="{height - 20:g}" width="12" height="12" '
+                    f'fill="{COLORS[kind]}"/>'
+                )
+                where = left + 17, height - 10
+                yield text(*where, MEANINGS[kind], anchor="start", font_size="11")
+
+        return picture(max(float(starts[-1]) + 10, 420.0), height, name, parts())
+
+    return draw
 
 
 FIGURES: dict[str, Callable[[], str]] = {

@@ -23,9 +23,8 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> None:
     exec(compile(tree, name, "exec"), namespace)
     if isinstance(last, ast.Expr):
         value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-        for form in ("_repr_html_", "_repr_svg_"):
-            if hasattr(value, form):
-                print(getattr(value, form)())  # noqa: T201
+        if hasattr(value, "_repr_html_"):
+            print(value._repr_html_())  # noqa: T201
         if value is not None:
             print(repr(value))  # noqa: T201
 

@@ -20,7 +20,7 @@ SHOWN = {
         *("no difference in", "made by dot_general at"),  # compare_layouts
     ),
     "own-pipeline": (
-        *("<svg", "4 microbatches: idle 43%", "the losses agree"),
+        *("device 3 |", "4 microbatches: idle 43%", "the losses agree"),
         *("collective-permute  pp", "[T3"),
     ),
     "unwanted-collective": (

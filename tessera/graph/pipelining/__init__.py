@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines: schedules as tables, checked, drawn, and executed by one loop.
+"""Pipelines: schedules as tables, checked, and executed by one loop.
 
 The names of the stub beside this file are public: those of schedules (``schedule``,
 ``custom``, ``Schedule``, ``Op``, ``Kind``), of the split of layers into stages

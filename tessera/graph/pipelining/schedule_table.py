@@ -8,11 +8,11 @@ allocates the ring buffers that they need, and :mod:`.schedule_loop` executes th
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from string import ascii_lowercase
 from typing import Literal
 
 import numpy as np
 
-from tessera.graph.pipelining import draw_schedule
 from tessera.graph.pipelining.buffer_slots import Slots, allocate
 
 Kind = Literal["F", "B", "W"]
@@ -184,28 +184,6 @@ class Schedule:
         costs = self.costs(forward, backward, weight)
         return float(1.0 - costs.sum() / (self.stages * costs.max(axis=1).sum()))
 
-    def expected_idle_fraction(self) -> float | None:
-        """The idle share by the formula for this schedule.
-
-        With S stages, M microbatches and v chunks:
-
-        - gpipe (Huang et al. 2019, arXiv 1811.06965) and 1f1b (Narayanan et al. 2021,
-          arXiv 2104.04473): (S-1) / (M+S-1);
-        - interleaved (Narayanan et al. 2021): (S-1) / (v M+S-1);
-        - zero_bubble: a bubble of (S-1)(F+B), which for F = B = W is
-          2 (S-1) / (3 M+2 (S-1)).
-
-        Returns:
-          The fraction at the default costs; None for a custom schedule.
-        """
-        bubble = self.stages - 1
-        match self.name:
-            case "gpipe" | "1f1b" | "interleaved":
-                return bubble / (self.chunks * self.microbatches + bubble)
-            case "zero_bubble":
-                return 2 * bubble / (3 * self.microbatches + 2 * bubble)
-        return None
-
     def summary(self) -> str:
         """One line: sizes, ticks and the idle share at the default costs."""
         sizes = [f"{self.stages} stages"]
@@ -216,11 +194,17 @@ class Schedule:
 
     def as_text(self) -> str:
         """A row per device, a column per tick; chunks as letters, as in ``F0a``."""
-        return draw_schedule.as_text(self)
+        columns = [["tick", *(f"device {device}" for device in range(self.stages))]]
+        for tick, row in enumerate(self.cells):
+            cells = [" ".join(map(self._label, cell)) for cell in row]
+            columns.append([str(tick), *cells])
+        widths = [max(map(len, column)) for column in columns]
+        rows = [
+            " | ".join(map(str.ljust, row, widths)).rstrip()
+            for row in zip(*columns, strict=True)
+        ]
+        return "\n".join([self.summary(), *rows])
 
-    def as_svg(self) -> str:
-        """A picture: time to the right, a row per device, a box per op."""
-        return draw_schedule.as_svg(self)
-
-    def _repr_svg_(self) -> str:
-        return self.as_svg()
+    def _label(self, op: Op) -> str:
+        chunk = ascii_lowercase[op.chunk : op.chunk + 1] or f".{op.chunk}"
+        return f"{op.kind}{op.microbatch}{chunk if self.chunks > 1 else ''}"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A schedule as data: what the loop reads and what is counted from it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -74,3 +76,22 @@ def test_ticks_are_busy_in_which_one_device_works():
     busy = {kind: table.busy_ticks(kind, every) for kind in ("F", "B", "W")}
     assert busy == {"F": 3, "B": 4, "W": 0}
     assert table.busy_ticks("B", slice(0, 2)) == 1
+
+
+def test_text_has_a_row_per_device_and_a_column_per_tick():
+    assert schedule("1f1b", 3, 3).as_text() == (
+        "1f1b: 3 stages, 3 microbatches, 7 ticks, idle 40.0 %\n"
+        "tick     | 0  | 1  | 2     | 3     | 4     | 5  | 6\n"
+        "device 0 | F0 | F1 | F2    |       | B0    | B1 | B2\n"
+        "device 1 |    | F0 | F1    | F2 B0 | B1    | B2 |\n"
+        "device 2 |    |    | F0 B0 | F1 B1 | F2 B2 |    |"
+    )
+
+
+def test_chunks_are_letters_and_numbers_after_the_letters_end():
+    assert "F1c" in schedule("interleaved", 2, 2, 3).as_text()
+    assert "F0.26 B0.26" in schedule("interleaved", 1, 1, 27).as_text()
+
+
+def test_a_split_backward_shows_its_weight_gradients():
+    assert re.search(r"W0.*W3", schedule("zero_bubble", 2, 4).as_text())
