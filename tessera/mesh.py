@@ -13,7 +13,6 @@ only running on it needs the devices.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -32,7 +31,6 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
-from tessera.foundations.context import holding
 from tessera.foundations.device_grid import (
     checked_axes,
     checked_shape,
@@ -429,11 +427,6 @@ def opened_or_none() -> Mesh | None:
     """The mesh of the innermost ``with mesh:``, even inside an SPMD region."""
     meshes = _opened.get()
     return meshes[-1] if meshes else None
-
-
-def no_mesh_opened() -> AbstractContextManager[None]:
-    """Hide the meshes of every ``with mesh:`` around."""
-    return holding(_opened, ())
 
 
 def manual_axes() -> Mapping[str, int]:

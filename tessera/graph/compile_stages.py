@@ -42,7 +42,7 @@ from tessera.tracing.object_arguments import (
     as_it_is,
     objects_split,
 )
-from tessera.tracing.scope import alone_on, transforming
+from tessera.tracing.scope import transforming
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
@@ -71,8 +71,7 @@ class Traced(OfArguments):
     def passes(self) -> tuple[PassRecord, ...]:
         """The graph as traced, then after each pass, with times."""
         graph = self.origin.graph
-        opened = alone_on if graph.is_deterministic else transforming
-        with capturing(_refuse_tensor), opened(graph.mesh):
+        with capturing(_refuse_tensor), transforming(graph.mesh):
             return run_passes(graph, skip=self.skip_passes)
 
     @property

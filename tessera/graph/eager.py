@@ -66,7 +66,7 @@ def run_eagerly(
             fix="leave jax.disable_jit() out, or ts.distribute",
         )
     mesh = common_mesh(call.leaves, [("the step", mesh_of(options))])
-    plan = scope.plan_of(options.is_deterministic)
+    plan = scope.current_plan()
     here = _EagerScope(mesh=mesh, plan=plan, is_eager=True, provide=provide)
     with scope.opened(here):
         return inline(function, call.on_mesh(mesh), options, given)

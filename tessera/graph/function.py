@@ -286,8 +286,6 @@ class Function:
 
     def _inlined_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         plan, own = scope.current_plan(), dict(self.options.compiler_options)
-        if not plan.rounds_alike:
-            self._refuse_deterministic("a function with fast numerics")
         if not own.items() <= dict(plan.compiler_options or ()).items():
             raise SettingConflictError(
                 "options of the compiler are for whole programs, and this function "
@@ -310,7 +308,6 @@ class Function:
 
     def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of what JAX, not Tessera, is tracing or transforming."""
-        self._refuse_deterministic("a program that JAX compiles")
 
         def on_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             with self._objects_split(args, kwargs) as call:
@@ -351,15 +348,6 @@ class Function:
         captured = traced.graph.captured
         check_captured(captured)
         return program(*parts, self._parameters(traced), captured)
-
-    def _refuse_deterministic(self, where: str) -> None:
-        if self.options.is_deterministic:
-            raise SettingConflictError(
-                f"a deterministic function is called inside {where}",
-                got=f"{self.options.name!r}",
-                fix="compile what calls it with "
-                "ts.function(..., numerics='deterministic')",
-            )
 
     # --- calls with objects
 

@@ -95,8 +95,6 @@ class Graph:
       plan: The schedule that ``tessera.schedule`` declared.
       microbatch: The program of one microbatch, where the step has a pipeline that is
         not scheduled yet.
-      is_deterministic: Whether every device computes all of it, so that its results
-        have the bits of one device.
     """
 
     name: str
@@ -107,7 +105,6 @@ class Graph:
     captured: tuple[Any, ...] = ()
     plan: Plan = field(default_factory=Plan)
     microbatch: jaxprs.Program | None = None
-    is_deterministic: bool = False
 
     @property
     def platform(self) -> str:
@@ -167,7 +164,6 @@ class Graph:
         """Inputs with their layouts, then the equations with the user's lines."""
         where = self.mesh.topology if self.mesh is not None else "one device"
         lines = [f"step {self.name} on {where}", *self._plan_as_text()]
-        lines += ["numerics: deterministic"] * self.is_deterministic
         lines += ["inputs:"]
         lines += [f"  {value.describe()}" for value in self.inputs]
         lines += ["outputs:"]

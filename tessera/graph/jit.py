@@ -11,7 +11,6 @@ from tessera.annotations import signature_of
 from tessera.errors import ArgumentError
 from tessera.graph.function import Function
 from tessera.graph.jit_options import JitOptions, declared_twice, one_of
-from tessera.graph.pass_runner import is_deterministic
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.mesh import Mesh
 
@@ -26,7 +25,6 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     out_specs: Any = None,
     donate: Sequence[str] = (),
     skip_passes: Collection[str] = (),
-    numerics: str = "fast",
     in_shardings: Any = None,
     out_shardings: Any = None,
     static_argnums: int | Sequence[int] = (),
@@ -54,11 +52,6 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       donate: Names of arguments whose memory the results may take over.
       skip_passes: Names of passes to leave out. Inside another traced function this
         one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
-      numerics: ``fast``, or ``deterministic``: the results have the same bits on every
-        mesh. Layouts then split only what is stored: every device gathers the inputs,
-        computes the whole function as if alone, and keeps its blocks of the results,
-        which are whole where no layout is declared. So it takes as long as on one
-        device. It does not hold under ``jax.disable_jit``.
       in_shardings: ``in_specs`` by position, as of ``jax.jit``: a tuple with a
         ``NamedSharding``, a ``PartitionSpec``, a tree of them or None for each
         argument, or one for all. The mesh of a ``NamedSharding`` is that to run on.
@@ -82,10 +75,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       UnknownPassError: [T307] there is no such pass.
       SpecFormError: [T204] a layout is declared for an argument that does not exist, or
         in a form that is none.
-      SettingValueError: [T502] there are no such numerics.
-      SettingConflictError: [T507] two options declare the same in different ways, or
-        numerics are deterministic, and the pass ``compute_whole`` is skipped; or (in
-        the first call) the function divides a computation over a mesh itself.
+      SettingConflictError: [T507] two options declare the same in different ways.
 
     Example:
       >>> import jax.numpy as jnp
@@ -103,7 +93,6 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
             out_specs=out_specs,
             donate=donate,
             skip_passes=skip_passes,
-            numerics=numerics,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             static_argnums=static_argnums,
@@ -139,8 +128,6 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
         in_spec=declared.in_spec if is_laid_out else before.in_spec,
         out_specs=before.out_specs if results is None else results,
         donate=frozenset(donate) | declared.donate | before.donate,
-        is_deterministic=is_deterministic(numerics, skip_passes)
-        or before.is_deterministic,
         keeps_unused=keep_unused or before.keeps_unused,
         is_inlined=inline or before.is_inlined,
         compiler_options=tuple(

@@ -7,16 +7,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from tessera.errors import (
-    SettingConflictError,
-    SettingValueError,
-    UnknownPassError,
-    did_you_mean,
-)
+from tessera.errors import UnknownPassError, did_you_mean
 from tessera.graph.ir import Graph, verify, verify_interface
 from tessera.graph.passes.assign_output_layouts import assign_output_layouts
 from tessera.graph.passes.autocast import autocast
-from tessera.graph.passes.compute_whole import compute_whole
 from tessera.graph.passes.differentiate_losses import differentiate_losses
 from tessera.graph.passes.orient_matmuls import orient_matmuls
 from tessera.graph.passes.schedule_pipelines import schedule_pipelines
@@ -37,7 +31,6 @@ PASSES: Final[tuple[Pass, ...]] = (
     widen_sums,
     orient_matmuls,
     assign_output_layouts,
-    compute_whole,
 )
 
 
@@ -110,29 +103,6 @@ def check_names(skip: Collection[str]) -> None:
             raise UnknownPassError(
                 f"there is no pass {name!r} to skip", fix=did_you_mean(name, names)
             )
-
-
-def is_deterministic(numerics: str, skip: Collection[str]) -> bool:
-    """Whether a function's numerics are.
-
-    Raises:
-      SettingValueError: [T502] there are no such numerics.
-      SettingConflictError: [T507] the pass that makes them so is to be skipped.
-    """
-    choices = ["fast", "deterministic"]
-    if numerics not in choices:
-        raise SettingValueError(
-            "numerics are fast or deterministic",
-            got=f"numerics={numerics!r}",
-            fix=did_you_mean(str(numerics), choices),
-        )
-    if numerics == "deterministic" and compute_whole.__name__ in skip:
-        raise SettingConflictError(
-            "numerics are not deterministic without the pass 'compute_whole'",
-            got=f"numerics={numerics!r}, skip_passes={list(skip)}",
-            fix="leave one of them out",
-        )
-    return numerics == "deterministic"
 
 
 def _log(record: PassRecord, before: Graph) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import OutsideTraceError, ParameterNameError
 from tessera.foundations.context import holding as holding
-from tessera.mesh import Mesh, no_mesh_opened, opened_or_none
+from tessera.mesh import Mesh, opened_or_none
 from tessera.shard import DistTensor, ShardSpec, capturing, tensor
 from tessera.shard_spec import spec_over
 
@@ -276,24 +276,13 @@ TAKEN = "tessera_taken_"
 GROUPED = "tessera_grouped"
 
 
-# The mesh of a step that every device computes as if alone; empty without one.
-_alone: ContextVar[tuple[Mesh, ...] | None] = ContextVar("tessera_alone", default=None)
-
-
-@contextmanager
-def alone_on(mesh: Mesh | None) -> Iterator[None]:
-    """Let what is traced, or transformed, see one device of a mesh and no mesh."""
-    with no_mesh_opened(), holding(_alone, () if mesh is None else (mesh,)):
-        yield
-
-
 def device() -> jax.Device:
     """A device that the code being traced will run on.
 
     It is one of the step's mesh, or else of the open mesh, which may be of a target
     that is not here; without a mesh it is JAX's default device.
     """
-    if mesh := next(iter(_alone.get() or ()), None) or _step_mesh():
+    if mesh := _step_mesh():
         return mesh.compile_mesh.devices.flat[0]
     default = getattr(jax.config, "jax_default_device", None)
     if isinstance(default, jax.Device):
@@ -303,8 +292,6 @@ def device() -> jax.Device:
 
 def num_devices() -> int:
     """How many devices the code being traced may be split over."""
-    if _alone.get() is not None:
-        return 1
     mesh = _step_mesh()
     return jax.device_count() if mesh is None else mesh.size
 
@@ -396,20 +383,17 @@ def set_plan(plan: Plan) -> None:
         scope.plan = plan
 
 
-def plan_of(
-    is_deterministic: bool, compiler_options: Sequence[tuple[str, bool | str]] = ()
-) -> Plan:
+def plan_of(compiler_options: Sequence[tuple[str, bool | str]]) -> Plan:
     """The current schedule, for one function.
 
     Args:
-      is_deterministic: Whether its numerics are.
       compiler_options: Its own options of XLA, which come before those of the schedule.
     """
     plan = current_plan()
-    if compiler_options:
-        every = dict(plan.compiler_options or ()) | dict(compiler_options)
-        plan = replace(plan, compiler_options=tuple(every.items()))
-    return replace(plan, rounds_alike=True) if is_deterministic else plan
+    if not compiler_options:
+        return plan
+    every = dict(plan.compiler_options or ()) | dict(compiler_options)
+    return replace(plan, compiler_options=tuple(every.items()))
 
 
 def round_alike() -> None:

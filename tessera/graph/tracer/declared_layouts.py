@@ -50,7 +50,6 @@ class Options:
         over the mesh's data axes.
       batch: Arguments that are batches, or paths in them; None: all of them.
       inferred: For arrays by path, whether they are a batch, inferred from a trace.
-      is_deterministic: Whether the results have the bits of one device on every mesh.
       keeps_unused: Whether the program takes arguments that it does not use.
       is_inlined: Whether a program that JAX traces has no call of it.
       compiler_options: Options of XLA for its program, by name.
@@ -66,7 +65,6 @@ class Options:
     split_batch: bool = False
     batch: frozenset[str] | None = frozenset()
     inferred: Mapping[str, bool] = field(default_factory=dict)
-    is_deterministic: bool = False
     keeps_unused: bool = False
     is_inlined: bool = False
     compiler_options: tuple[tuple[str, bool | str], ...] = ()

@@ -243,22 +243,15 @@ class _Tracing:
         return common_mesh(leaves, [*self.owners, *found])
 
     def _scope(self, mesh: Mesh | None, *, is_whole_batch: bool = True) -> scope.Scope:
-        alone = self.options.is_deterministic
         return scope.Scope(
-            mesh=None if alone else mesh,
+            mesh=mesh,
             unreached=self.unreached,
-            plan=scope.plan_of(alone, self.options.compiler_options),
+            plan=scope.plan_of(self.options.compiler_options),
             is_whole_batch=is_whole_batch,
             batch_arguments=self.batch_arguments,
         )
 
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
-        if not self.options.is_deterministic:
-            return self._run_once(values, here)
-        with scope.alone_on(self._common_mesh()):
-            return self._run_once(values, here)
-
-    def _run_once(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
         donated = self.options.donate
         return _run(self.function, self.call, values, here, self.binding, donated)
 
@@ -368,7 +361,6 @@ def _graph(
         inputs=tuple(inputs),
         outputs=(*outputs, *write_values(run.writes, avals[count:], inputs)),
         plan=run.scope.plan,
-        is_deterministic=options.is_deterministic,
     )
     graph = described.with_program(run.program)  # lifts what the run captured
     if mesh is not None and mesh.size > 1:

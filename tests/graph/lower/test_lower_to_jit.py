@@ -20,6 +20,7 @@ from tessera.graph.lower.lower_to_jit import (
 )
 from tessera.jax_compat.workarounds import correct_options
 from tessera.shard import tensor
+from tessera.tracing.scope import round_alike
 
 X = jnp.arange(32.0).reshape(8, 4)
 
@@ -76,15 +77,24 @@ def test_declared_layouts_are_those_of_the_module(grid_mesh):
     assert compiled.output_shardings[0].spec == P("dp", "tp")
 
 
-def test_a_deterministic_function_computes_products_as_they_are_written():
+def rounding_alike(function):
+    def step(x):
+        round_alike()
+        return function(x)
+
+    return ts.function(step)
+
+
+def test_a_step_that_rounds_alike_computes_products_as_they_are_written():
     def scaled(x):
         return x / 3.0 * 0.1 * 0.7
 
-    def operations(numerics):
-        text = ts.function(scaled, numerics=numerics).compile(X).as_text()
+    def operations(function):
+        text = function.compile(X).as_text()
         return text.count(" divide("), text.count(" multiply(")
 
-    assert operations("deterministic") == (1, 2) != operations("fast")
+    assert operations(rounding_alike(scaled)) == (1, 2)
+    assert operations(ts.function(scaled)) != (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,7 @@ def test_a_deterministic_function_computes_products_as_they_are_written():
 def test_options_that_make_it_so_go_beside_those_of_a_user(
     platform, options, monkeypatch
 ):
-    graph = ts.function(jnp.sin, numerics="deterministic").trace(X).graph
+    graph = rounding_alike(jnp.sin).trace(X).graph
     chosen = ("xla_disable_hlo_passes", "cse")
     graph = replace(graph, plan=replace(graph.plan, compiler_options=(chosen,)))
     monkeypatch.setattr(type(graph), "platform", property(lambda _: platform))
