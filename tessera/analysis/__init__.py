@@ -4,7 +4,7 @@
     hlo, source_lines               the text of a compiled program, as objects
     hlo_walk, dataflow,
     device_variance                 one walker: executions, definitions, uses, variance
-    ledger, budget                  every collective, with axes, bytes and source line
+    ledger                          every collective, with axes, bytes and source line
     memory                          bytes per device
     flops                           operations, counted on the jaxpr
     propagation                     the layout of every operation before partitioning

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera.analysis import budget, hlo, replica_groups
+from tessera.analysis import hlo, replica_groups
 from tessera.analysis import ledger_text as text
 from tessera.analysis.asynchronous_fusions import (
     AsynchronousFusions,
@@ -85,40 +85,6 @@ class Ledger:
     def unplanned(self) -> tuple[Collective, ...]:
         """The rows that no declared layout implies."""
         return tuple(row for row in self.rows if not row.is_planned)
-
-    def assert_budget(
-        self,
-        budgets: Mapping[str | tuple[str, ...], int | str] | None = None,
-        /,
-        *,
-        total: int | str | None = None,
-        unplanned: int | str | None = None,
-        calls: Mapping[str, int] | None = None,
-        **axes: int | str,
-    ) -> None:
-        """Raise where the program sends more than a budget allows; for use in tests.
-
-        Sizes are bytes of one device in one execution: an integer, or text such as
-        ``"40MB"`` (10^6) or ``"1.5GiB"`` (2^30).
-
-        Args:
-          budgets: By combination of axes: ``{("dp", "tp"): "1MB"}`` is for collectives
-            over exactly these two together.
-          total: For all collectives together.
-          unplanned: For those that no declared layout implies; 0 forbids them.
-          calls: The most calls, by axis, or for ``"total"`` and ``"unplanned"``.
-          **axes: By axis: for every collective over it, alone or with others.
-
-        Raises:
-          BudgetError: [T209] a budget is exceeded; the message lists the lines that
-            send most, and a constraint that avoids unplanned collectives.
-          BudgetFormError: [T210] a budget is not a size, or an axis does not exist.
-
-        Example:
-          >>> Ledger((), {"dp": 8}).assert_budget(dp="40MB", unplanned=0)
-        """
-        sizes = {**(budgets or {}), **axes, "total": total, "unplanned": unplanned}
-        budget.check(self.rows, self.mesh_shape, sizes, calls or {})
 
     def by_axis(self) -> dict[tuple[str, ...], Total]:
         """Sums per combination of mesh axes."""

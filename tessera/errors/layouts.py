@@ -52,18 +52,6 @@ class KernelError(TesseraError, ValueError):
     code = "T208"
 
 
-class BudgetError(TesseraError, ValueError):
-    """A program sends more between its devices than its budget allows."""
-
-    code = "T209"
-
-
-class BudgetFormError(TesseraError, ValueError):
-    """A budget of collectives is not a size, or is for an axis that does not exist."""
-
-    code = "T210"
-
-
 class RandomNumbersError(TesseraError, ValueError):
     """Devices or microbatches with different rows draw the same random numbers."""
 

@@ -15,7 +15,6 @@ import tessera as ts
 from tessera import dist, op
 from tessera.analysis.ledger import collectives
 from tessera.analysis.planned_collectives import LAYOUT, SHARDED_STORAGE, SUM, WRITTEN
-from tessera.errors import BudgetError
 
 # What was compiled elsewhere has the lines of elsewhere.
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -65,7 +64,9 @@ def test_sums_over_a_split_batch_and_over_split_weights_are_planned(grid_mesh):
         ("all-reduce", ("tp",), SUM),
         ("all-reduce", ("dp",), SUM),
     ]
-    found.assert_budget(unplanned=0, tp=16 * 64 * 4, dp=2 * 64 * 64 * 4)
+    assert not found.unplanned
+    sent = {axes: total.nbytes for axes, total in found.by_axis().items()}
+    assert sent == {("tp",): 16 * 64 * 4, ("dp",): 2 * 64 * 64 * 4}
 
 
 def test_weights_with_sharded_storage_are_gathered_for_a_split_batch(dp_mesh):
@@ -256,8 +257,6 @@ def test_a_missing_spec_shows_up_as_unplanned_with_its_line(grid_mesh, missing):
     (row,) = found.unplanned
     assert (row.kind, row.axes, row.nbytes) == ("all-gather", ("tp",), 64 * 256 * 4)
     assert row.source == the_line_of(sgd, "- 0.1 *")
-    with pytest.raises(BudgetError, match=r"all-gather over tp at .*test_planned"):
-        found.assert_budget(unplanned=0)
 
 
 def test_weights_split_along_the_wrong_dim_show_up(grid_mesh):
@@ -310,8 +309,6 @@ def test_a_sum_over_an_axis_that_no_layout_names_is_unplanned(grid_mesh):
     found = ledger(body, grid_mesh, f32(64, 64), f32(64, 64), w=P("dp"), x=P("dp"))
     (row,) = [row for row in found.rows if row.kind == "all-reduce"]
     assert (row.axes, row.reason) == (("tp",), "")
-    with pytest.raises(BudgetError):
-        found.assert_budget(unplanned=0)
 
 
 def test_a_sum_over_an_axis_that_splits_something_else_is_unplanned(grid_mesh):

@@ -24,7 +24,7 @@ SHOWN = {
         *("collective-permute  pp", "[T3"),
     ),
     "unwanted-collective": (
-        *("UNPLANNED", "all-gather over ('tp',) 65536 bytes at", "[T209]"),
+        *("UNPLANNED", "all-gather over ('tp',) 65536 bytes at"),
         "all-gather True 2048",
     ),
 }
