@@ -10,21 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
-from tessera.analysis.propagation import OpLayout, op_layouts
-from tessera.analysis.propagation import as_text as layouts_as_text
 from tessera.analysis.tables import aligned, format_seconds
 from tessera.errors import UnknownPassError, did_you_mean
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.function import Function
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.graph.training_steps import Step
-from tessera.jax_compat import jaxprs
-from tessera.mesh import Mesh
-
-if TYPE_CHECKING:
-    from tessera.debug.side_by_side import SideBySide
+from tessera.jax_compat import jaxprs, mlir
 
 __all__ = ["Explanation", "StageView", "trace"]
 
@@ -32,8 +26,8 @@ __all__ = ["Explanation", "StageView", "trace"]
 _INPUT: Final = "input"
 _PHASES: Final = ("trace", "passes", "lower", "compile")
 _HINT: Final = (
-    'details: .stage("trace"), .stage("passes"), .stage("lower"), .stage("compile"), '
-    ".side_by_side(); all of them: .as_text(full=True)"
+    'details: .stage("trace"), .stage("passes"), .stage("lower"), .stage("compile"); '
+    "all of them: .as_text(full=True)"
 )
 
 # A title and a text.
@@ -66,12 +60,6 @@ class Explanation:
         """The step as the program of one device."""
         return _timed(self.seconds, "compile", self.lowered.compile)
 
-    @cached_property
-    def layouts(self) -> tuple[OpLayout, ...]:
-        """Every operation with its layout."""
-        mesh = self.traced.graph.mesh or Mesh(("device",), devices=(0,))
-        return op_layouts(self.lowered.jax, mesh)
-
     def diff(self, name: str | None = None) -> str:
         """The lines of the graph that one pass changed, as a unified diff.
 
@@ -86,35 +74,13 @@ class Explanation:
         names = [record.name for record in self.traced.passes[1:]]
         return "\n".join(filter(None, map(self.traced.diff, names)))
 
-    def side_by_side(self, line: str = "") -> "SideBySide":
-        """What each line of the user's code becomes in every phase, one row a line.
-
-        Args:
-          line: A part of the lines to show, such as ``train.py:12``.
-        """
-        # Few programs parse compiled modules, and all that use a graph import this one.
-        from tessera.debug.side_by_side import (
-            of_compiled,
-            of_layouts,
-            of_program,
-            side_by_side,
-        )
-
-        stages = (
-            of_program(self.traced.origin.graph.program),
-            of_program(self.traced.graph.program),
-            of_layouts(self.layouts),
-            of_compiled(self.compiled.as_text(), self.compiled.collectives),
-        )
-        return side_by_side(stages, line)
-
     def stage(self, name: str, *, hlo: bool = False) -> "StageView":
         """One phase alone, which prints as text.
 
         Args:
           name: ``trace``, ``passes``, ``lower`` or ``compile``; nothing that comes
             after it is computed.
-          hlo: Whether ``lower`` and ``compile`` show their modules too.
+          hlo: Whether ``compile`` shows its module too.
 
         Raises:
           UnknownPassError: [T307] there is no such phase.
@@ -143,9 +109,9 @@ class Explanation:
         """The summary; then, on request, every phase in order.
 
         Args:
-          full: Whether to add all equations, the diff of each pass, the layout of each
-            operation, and each collective.
-          hlo: Whether to add the compiled modules as well.
+          full: Whether to add all equations, the diff of each pass, the lowered module
+            with the layout of each operation, and each collective.
+          hlo: Whether to add the compiled module as well.
         """
         if not (full or hlo):
             return f"{self.summary()}\n\n{_HINT}"
@@ -159,12 +125,14 @@ class Explanation:
 
     def _phases(self) -> Iterator[list[str]]:
         traced, *passes = self.traced.passes
-        compiled = self.compiled.as_text()  # so that each phase has run
+        # Each phase has run when the compiled program is there.
+        compiled, lowered = self.compiled.as_text(), self.lowered.as_text()
         yield ["trace", _equations(traced.graph.program), self._time("trace")]
         for record in passes:
             spent = "skipped" if record.skipped else format_seconds(record.seconds)
             yield [f"  {record.name}", _equations(record.graph.program), spent]
-        yield ["lower", f"{len(self.layouts)} operations", self._time("lower")]
+        count = lowered.count(" = ")
+        yield ["lower", f"{count} operations", self._time("lower")]
         count = compiled.count(" = ")
         yield ["compile", f"{count} instructions", self._time("compile")]
 
@@ -186,13 +154,12 @@ class Explanation:
             lines.append(diff or "    changes nothing")
         yield ("2 passes", "\n".join(lines))
 
-    def _lowered(self, hlo: bool) -> Iterator[Section]:
-        text = "one device: every array is whole"
-        if self.traced.graph.mesh:
-            text = layouts_as_text(self.layouts)
+    def _lowered(self, _: bool) -> Iterator[Section]:
+        if self.traced.graph.mesh is None:
+            yield ("3 lower: one device, every array is whole", self.lowered.as_text())
+            return
+        text = mlir.propagated_text(self.lowered.jax)
         yield ("3 lower: each operation with its layout", text)
-        if hlo:
-            yield ("3 lower: module", self.lowered.as_text())
 
     def _compiled(self, hlo: bool) -> Iterator[Section]:
         compiled = self.compiled
@@ -252,8 +219,7 @@ def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       collectives by mesh axis with bytes per device, and memory per device.
       ``as_text(full=True)`` adds the equations with the user's lines, what each pass
       changed, each operation with its layout, and each collective with the line that
-      caused it. ``stage`` shows one phase, ``side_by_side`` all of them for each line,
-      ``diff`` a pass.
+      caused it. ``stage`` shows one phase, ``diff`` a pass.
 
     Example:
       >>> import jax.numpy as jnp

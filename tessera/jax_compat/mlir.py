@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the MLIR module of a lowered program: its propagated layouts, its source lines.
+"""Lets Shardy decide the layouts of a lowered program.
 
 Beside ``jaxprs``: like it, this module may use ``jax._src``.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir, passmanager
 
 
-def propagated_module(lowered: Any) -> Any:
+def propagated_text(lowered: Any) -> str:
     """A lowered program's module after Shardy has decided every layout in it.
 
     It is a copy in a separate context: compiling a module whose layouts are already
@@ -22,35 +21,4 @@ def propagated_module(lowered: Any) -> Any:
         module = ir.Module.parse(source)
         pipeline = "builtin.module(sdy-propagation-pipeline)"
         passmanager.PassManager.parse(pipeline).run(module.operation)
-    return module
-
-
-def operation_place(operation: Any) -> tuple[str, list[tuple[str, int, str]]]:
-    """Where an MLIR operation comes from: its name stack and its Python stack.
-
-    Returns:
-      JAX's name stack, such as ``jit(step)/mul``, and the (file, line, function) of
-      each Python frame, innermost first.
-    """
-    location = operation.location
-    match location:
-        case ir.NameLoc(child_loc=ir.FileLineColLoc()):  # a frame's function
-            return "", list(_python_stack(location))
-        case ir.NameLoc(child_loc=inner):
-            return location.name_str, list(_python_stack(inner))
-    return "", list(_python_stack(location))
-
-
-def _python_stack(location: Any) -> Iterator[tuple[str, int, str]]:
-    match location:
-        case ir.CallSiteLoc():
-            yield from _python_stack(location.callee)
-            yield from _python_stack(location.caller)
-        case ir.NameLoc(child_loc=ir.FileLineColLoc() as line):
-            yield line.filename, line.start_line, location.name_str
-        case ir.NameLoc():
-            yield from _python_stack(location.child_loc)
-        case ir.FileLineColLoc():
-            yield location.filename, location.start_line, ""
-        case ir.FusedLoc():
-            yield from _python_stack(location.locations[0])
+        return str(module)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``graph.trace``: one stage, one line, one pass, or everything, as text and HTML."""
+"""``graph.trace``: one stage, one pass, or everything, as text."""
 
 import re
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -32,13 +30,6 @@ def traced():
     mesh = ts.Mesh(["dp", "tp"], devices=range(8), shape=(2, 4))
     function = ts.function(step, mesh=mesh, in_specs={"w": P(None, "tp"), "x": P("dp")})
     return graph.trace(function, W, X)
-
-
-def line(text):
-    """``test_explain.py:19``: where ``step`` has some text."""
-    lines = Path(__file__).read_text().splitlines()
-    (place,) = [i for i, code in enumerate(lines, start=1) if code.strip() == text]
-    return f"test_explain.py:{place}"
 
 
 # --- one stage
@@ -95,9 +86,35 @@ def test_a_skipped_pass_is_marked_in_the_summary():
     assert re.search(r"  autocast +\d+ equations +skipped", text)
 
 
-def test_modules_are_shown_where_they_are_asked_for(traced):
-    assert "stablehlo.tanh" not in str(traced.stage("lower"))
-    assert "stablehlo.tanh" in traced.stage("lower", hlo=True).as_text()
+def test_the_lowered_program_has_a_layout_for_each_operation(traced):
+    text = str(traced.stage("lower"))
+    for operation in ("dot_general", "tanh"):
+        first = next(re.finditer(rf"stablehlo.{operation} .*", text))[0]
+        assert '[{"dp"}, {"tp"}]' in first
+
+
+def test_on_one_device_the_lowered_program_has_no_layouts():
+    text = str(graph.trace(ts.function(step), W, X).stage("lower"))
+    assert text.startswith("=== 3 lower: one device, every array is whole ===")
+    assert "stablehlo.tanh" in text
+    assert "sdy" not in text
+
+
+def test_the_layouts_of_a_mesh_of_other_machines_are_shown(large_mesh):
+    many = ts.function(step, mesh=large_mesh, in_specs={"x": P(None, "pp")})
+    text = str(graph.trace(many, W, X).stage("lower"))
+    assert '{"pp"}' in text
+
+
+def test_showing_the_layouts_leaves_the_program_as_it_is(traced):
+    before = traced.lowered.as_text()
+    str(traced.stage("lower"))
+    assert traced.lowered.as_text() == before
+    assert "all-reduce" in str(traced.stage("compile"))
+
+
+def test_the_compiled_module_is_shown_where_it_is_asked_for(traced):
+    assert "HloModule" not in str(traced.stage("compile"))
     assert "HloModule" in traced.stage("compile", hlo=True).as_text()
     assert "HloModule" in traced.as_text(hlo=True)
 
@@ -107,62 +124,6 @@ def test_a_stage_that_does_not_exist_is_an_error_that_lists_them(traced):
         traced.stage("lowered")
     assert str(caught.value).startswith("[T307] a step has no stage 'lowered'")
     assert "lower" in str(caught.value)
-
-
-# --- one line
-
-
-def test_side_by_side_each_line_is_what_it_became(traced):
-    found = {
-        name.rpartition("/")[2]: dict(
-            zip(("trace", "passes", "lower", "compile"), stages, strict=True)
-        )
-        for name, stages in traced.side_by_side().rows
-    }
-    matmul = found[line("h = jnp.tanh(x @ w)")]
-    assert matmul["trace"] == ("dot_general", "tanh")
-    assert "2 × dot_general" in matmul["passes"]
-    assert "4 × reduce_precision" in matmul["passes"]
-    assert "dot_general P('dp', 'tp')" in matmul["lower"]
-    assert "tanh" in matmul["compile"]
-    total = found[line("loss = jnp.sum(h**2)")]
-    assert "all-reduce tp 4 B" in total["compile"]
-    assert found[line("return loss, ts.grad(loss, w)")]["trace"] == (
-        *("gradient", "sharding_constraint"),
-    )
-
-
-def test_side_by_side_may_be_of_one_line(traced):
-    wanted = line("h = jnp.tanh(x @ w)")
-    (row,) = traced.side_by_side(wanted).rows
-    assert row[0].endswith(wanted)
-    assert traced.side_by_side("nowhere.py:1").rows == ()
-
-
-def test_side_by_side_is_a_table(traced):
-    lines = str(traced.side_by_side(line("h = jnp.tanh(x @ w)"))).splitlines()
-    assert lines[0].split() == ["line", "trace", "passes", "lower", "compile"]
-    assert len({text.index("dot_general") for text in lines[1:2]}) == 1
-
-
-def test_side_by_side_works_on_one_device_and_on_a_mesh_of_other_machines(large_mesh):
-    one = graph.trace(ts.function(step), W, X)
-    assert "dot_general" in str(one.side_by_side())
-    assert "one device: every array is whole" in str(one.stage("lower"))
-    many = ts.function(step, mesh=large_mesh, in_specs={"x": P(None, "pp")})
-    assert "all-reduce" in str(graph.trace(many, W, X).side_by_side())
-
-
-def test_what_a_line_does_in_a_loop_is_its_own():
-    def looped(x):
-        def body(h, _):
-            return jnp.exp(h) * 0.1, None
-
-        return jax.lax.scan(body, x, length=3)[0]
-
-    rows = dict(graph.trace(ts.function(looped), X).side_by_side().rows)
-    (inside,) = [stages for name, stages in rows.items() if "exp" in stages[0]]
-    assert "scan" not in inside[0]
 
 
 # --- one pass

@@ -15,7 +15,8 @@ RUNNER = Path(__file__).with_name("run_notebook.py")
 SHOWN = {
     "one-to-eight-devices": (
         "devices 0, 4 hold the same block",  # inspect
-        *("--- before differentiate_losses", "all-reduce tp"),  # trace
+        *("--- before differentiate_losses", '[{"dp"}, {"tp"}]'),  # trace
+        "all-reduce  tp",
         *("communication over dp", "FLOPs"),  # profile
         *("no difference in", "made by dot_general at"),  # compare_layouts
     ),
