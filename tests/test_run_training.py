@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -188,11 +187,6 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     assert "all-reduce" in text
     assert text.splitlines()[0] in seen
     assert figures["measured"]["executions"] == 2
-    timeline = json.loads((profile / "measured_timeline.json").read_text())
-    drawn = [event for event in timeline["traceEvents"] if event["ph"] == "X"]
-    assert {event["cat"] for event in drawn} >= {"computation", "sent over fsdp"}
-    counts = Counter(event["name"] for event in drawn)
-    assert min(counts.values()) == 1, "of two steps, all would be even"
     measured = figures["measured"]["communication"]
     assert {tuple(each["axes"]) for each in measured} == axes
     assert "measured on cpu, per device and execution: mean of 2 executions" in seen

@@ -147,4 +147,4 @@ def profile() -> None:
                 target = OUT / "profile" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, target)
-    emit("profile", files=found, timeline="measured_timeline.json" in found)
+    emit("profile", files=found)

@@ -10,7 +10,7 @@
     peaks, cost, measured_times     peaks of devices, estimated and measured times
     loop_counts                     how often a program runs what it contains
     timeline/                       the predicted timeline of a step on its target
-    inspection, mesh_inspection     where blocks of arrays are, and axes of meshes
+    inspection                      where blocks of arrays are
 
 It knows meshes and arrays, and nothing of graphs. Nothing here runs a program.
 """

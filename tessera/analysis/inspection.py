@@ -9,7 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.mesh_inspection import MeshInspection, inspect_mesh
 from tessera.analysis.tables import aligned
+from tessera.errors import OperandError
 from tessera.foundations.device_grid import listed
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
@@ -209,23 +209,17 @@ class Inspection:
         return [*totals, *(f"on {mesh!r}" for mesh in meshes)]
 
 
-@overload
-def inspect(tree: Mesh) -> MeshInspection: ...
-
-
-@overload
-def inspect(tree: Any) -> Inspection: ...
-
-
-def inspect(tree: Any) -> Inspection | MeshInspection:
+def inspect(tree: Any) -> Inspection:
     """Show how arrays are split: shapes, bytes, and which device has which slice.
 
     Args:
       tree: A lazy tensor; a JAX, NumPy, traced or abstract array; or any tree of them.
-        Of a mesh it shows where its devices are on the hosts or the torus of a target.
 
     Returns:
       An object that prints as text.
+
+    Raises:
+      OperandError: [T401] something in the tree is no array, such as a mesh.
 
     Example:
       >>> from tessera.shard import ShardSpec, tensor
@@ -237,8 +231,6 @@ def inspect(tree: Any) -> Inspection | MeshInspection:
       >>> table.leaves[0].block_at(3)
       ((5000000, 10000000), (0, 4096))
     """
-    if isinstance(tree, Mesh):
-        return inspect_mesh(tree)
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_tensor)
     return Inspection(tuple(_leaf(jax.tree_util.keystr(p), leaf) for p, leaf in leaves))
 
@@ -246,6 +238,12 @@ def inspect(tree: Any) -> Inspection | MeshInspection:
 def _leaf(path: str, value: Any) -> LeafLayout:
     if not isinstance(value, (DistTensor, jax.Array, jax.ShapeDtypeStruct)):
         array = np.asarray(value)
+        if array.dtype == object:
+            raise OperandError(
+                "dist.inspect shows arrays",
+                got=f"{type(value).__name__} {path}".rstrip(),
+                fix="pass an array, or a tree of arrays",
+            )
         return LeafLayout(path, "NumPy array", array.dtype, array.shape)
     leaf = LeafLayout(path, "array", value.dtype, value.shape)
     if isinstance(value, DistTensor):

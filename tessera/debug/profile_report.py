@@ -4,7 +4,6 @@
 import math
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tessera.analysis.cost import Balance, balance
 from tessera.analysis.flops import Flops, count, matmul_dtype
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.measured_rates import as_json, as_text
-from tessera.analysis.measured_timeline import measured_timeline
 from tessera.analysis.measured_times import Measured, measure
 from tessera.analysis.trace_events import COMMAND_BUFFERS, op_events
 from tessera.graph.compile_stages import Compiled
@@ -36,8 +34,6 @@ class Profile:
       balance: The least time of computation and communication, an estimate from the
         device's peaks.
       measured: The measured times; None where nothing was measured.
-      timeline: What the first device did in the last execution, in Chrome's trace
-        format; None where nothing was measured.
       reason: Why nothing was measured; ``""`` where it was.
     """
 
@@ -45,7 +41,6 @@ class Profile:
     flops: Flops
     balance: Balance
     measured: Measured | None = None
-    timeline: Mapping[str, Any] | None = None
     reason: str = ""
 
     @property
@@ -78,8 +73,7 @@ class Profile:
         )
         if times is None:
             return replace(self, reason=self._without_operations())
-        drawn = measured_timeline(events, module, self.collectives, executions)
-        return replace(self, measured=times, timeline=drawn, reason="")
+        return replace(self, measured=times, reason="")
 
     def _without_operations(self) -> str:
         reason = "this backend's trace has no operations"

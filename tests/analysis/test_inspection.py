@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis.inspection import inspect
+from tessera.errors import OperandError
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec, tensor
 from tessera.tracing import scope
@@ -173,3 +174,10 @@ def test_idle_devices_are_seen():
     mesh = Mesh(["dp"], devices=range(4))
     text = str(inspect(tensor((8,), ShardSpec((0,), ("dp",)), mesh)))
     assert "Mesh(dp=4; devices 0..3; idle 4..7)" in text
+
+
+def test_what_is_no_array_is_refused(grid_mesh):
+    with pytest.raises(OperandError, match=r"got: Mesh\n"):
+        inspect(grid_mesh)
+    with pytest.raises(OperandError, match=r"got: object \['model'\]"):
+        inspect({"model": object()})

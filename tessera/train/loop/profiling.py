@@ -24,7 +24,7 @@ from tessera.train.loop.run_folder import RunFolder
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
-    """Write ``communication.txt``, ``communication.json``, ``measured_timeline.json``.
+    """Write ``communication.txt`` and ``communication.json``.
 
     Raises:
       OutputPathError: [T504] the folder cannot be written.
@@ -34,10 +34,6 @@ def write_profile(folder: Path, profile: Profile) -> None:
         (folder / "communication.txt").write_text(profile.as_text() + "\n")
         figures = json.dumps(profile.as_json(), indent=2)
         (folder / "communication.json").write_text(figures + "\n")
-        if profile.timeline is not None:
-            (folder / "measured_timeline.json").write_text(
-                json.dumps(profile.timeline) + "\n"
-            )
     except OSError as error:
         raise OutputPathError(
             "the profile cannot be written",
