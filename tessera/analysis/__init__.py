@@ -7,7 +7,7 @@
     ledger                          every collective, with axes, bytes and source line
     memory                          bytes per device
     flops                           operations, counted on the jaxpr
-    peaks, cost, measured_times     peaks of devices, estimated and measured times
+    device_peaks, measured_times    peaks of devices, measured times
     loop_counts                     how often a program runs what it contains
     timeline/                       the predicted timeline of a step on its target
     inspection                      where blocks of arrays are

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tessera.analysis.hlo import Shape
+from tessera.analysis.replica_groups import UNKNOWN
 
 KINDS = (
     "all-reduce",
@@ -67,6 +68,11 @@ class Collective:
     def is_planned(self) -> bool:
         """Whether a declared layout implies it, or the program calls it."""
         return bool(self.reason)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether its kind, or the syntax of its groups, is one of a newer XLA."""
+        return self.kind not in KINDS or self.axes == UNKNOWN
 
     @property
     def nbytes(self) -> int:

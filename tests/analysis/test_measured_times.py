@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the events of a trace say: made-up events, whose times are known."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.analysis import hlo, measured_times
-from tessera.analysis.cost import Balance
 from tessera.analysis.ledger import collectives
-from tessera.analysis.measured_rates import as_json, as_text
 from tessera.analysis.measured_times import AxesTime, measure
 from tessera.analysis.trace_events import OpEvent
 from tessera.mesh import Mesh
@@ -111,57 +107,3 @@ def test_spans_are_measured_as_sets_of_seconds(first, second):
     assert measured_times._length(ran(first)) == len(seconds(first))
     common = measured_times._overlap(ran(first), ran(second))
     assert common == len(seconds(first) & seconds(second))
-
-
-# --- rates
-
-
-TABLE = """\
-measured on NVIDIA H200, per device and execution: mean of 1 executions of 8.00 ms
-part                                    amount  calls     time  of the step  hidden  \
-           rate  of peak
-computation            2.00 T FLOPs in matmuls         4.00 ms         50 %          \
-500.00 T FLOP/s     51 %
-communication over tp                   1000 B      1  2.00 ms         25 %    50 %  \
-      488 KiB/s      0 %
-communication over dp                 1.95 KiB      1  1.00 ms         12 %     0 %  \
-      977 KiB/s      0 %
-idle                                                   2.00 ms         25 %
-33 % of communication ran while the device computed
-a collective's time includes waiting for the other devices
-over the whole step 250.00 T FLOP/s in matmuls, 25 % of the peak"""
-
-
-def balance(device_kind, compute):
-    return Balance(
-        device_kind=device_kind,
-        flops=2e12,
-        memory_bytes=0,
-        communicated={("tp",): 1000, ("dp",): 2000},
-        compute=compute,
-        memory=None,
-        communication=None,
-    )
-
-
-@pytest.fixture
-def found(ledger):
-    spans = ("dot.1", 0, 4e-3), ("sent", 3e-3, 5e-3), ("g.start", 6e-3, 7e-3)
-    return measure_one(ledger, events(*spans), seconds=8e-3)
-
-
-def test_the_table_has_rates_and_their_share_of_the_peak(ledger, found):
-    text = as_text(found, balance("NVIDIA H200", 2e12 / 989.4e12), ledger)
-    assert text == TABLE
-
-
-def test_a_device_of_unknown_peaks_has_no_shares(ledger, found):
-    text = as_text(found, balance("some device", None), ledger)
-    assert "the peaks of this device are not known" in text
-    data = json.loads(json.dumps(as_json(found, balance("some device", None), ledger)))
-    assert data["matmul_share_of_peak"] is None
-    (over_tp, over_dp) = data["communication"]
-    # All but one part of two: of what is reduced twice.
-    assert over_tp["bytes_per_second"] == pytest.approx(2 * 1000 / 2 / 2e-3)
-    assert over_dp["bytes_per_second"] == pytest.approx(2000 / 2 / 1e-3)
-    assert over_tp["share_of_peak"] is None
