@@ -102,19 +102,20 @@ def _compare(
     sites, others = reference.sites, run.sites
     paired = _paired(sites, others)
     pairs = [(i, j) for i, j in paired if _is_comparable(sites[i], others[j])]
-    differences: list[Difference] = []
+    first: Difference | None = None
     for chunk in _chunks(sites, pairs):
         # A loop's first difference may be in a later operation of an earlier iteration.
-        if differences and sites[chunk[0][0]].when()[0] > differences[-1].when[0]:
+        if first is not None and sites[chunk[0][0]].when()[0] > first.when[0]:
             break
         expected = reference.values([i for i, _ in chunk])
         values = run.values([j for _, j in chunk])
         for (i, _), one, two in zip(chunk, expected, values, strict=True):
-            if differs := difference(sites[i], one, two, rtol, atol):
-                differences.append(differs)
+            found = difference(sites[i], one, two, rtol, atol)
+            if found and (first is None or found.when < first.when):
+                first = found
     return MeshComparison(
         mesh=run.mesh,
-        differences=tuple(sorted(differences, key=lambda each: each.when)),
+        first=first,
         compared=len(pairs),
         alone=len(sites) + len(others) - 2 * len(paired),
     )

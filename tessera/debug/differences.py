@@ -2,9 +2,8 @@
 """Compares the values of one program on two meshes, and reports the differences."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ from tessera.mesh import Mesh
 
 __all__ = ["Difference", "MeshComparison", "Report"]
 
-_MAX_LATER: Final = 5
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -71,13 +69,6 @@ class Difference:
             f"in {self.count} of {math.prod(site.shape)} elements",
             f"largest    at {where}: {self.value:.6g}, not {self.expected:.6g}",
         ]
-
-    def as_phrase(self) -> str:
-        """The operation, its line and the error in one phrase."""
-        name = self.site.path if self.site.operation == "output" else ""
-        line = f" at {short(self.site.source)}" if self.site.source else ""
-        error = "shape" if self.shape is not None else f"{self.error:.3g}"
-        return f"{name or self.site.operation}{line}: {error}"
 
 
 def difference(
@@ -156,35 +147,22 @@ class MeshComparison:
 
     Attributes:
       mesh: The mesh.
-      differences: What differs, in the order of computation; after the first one, only
-        those that were computed in the same run.
+      first: The first difference in the order of computation; None where there is none.
       compared: How many operations both meshes have.
       alone: How many operations only one of the two meshes has.
     """
 
     mesh: Mesh
-    differences: tuple[Difference, ...]
+    first: Difference | None
     compared: int
     alone: int
 
-    @property
-    def first(self) -> Difference | None:
-        """The first difference; None where there is none."""
-        return self.differences[0] if self.differences else None
-
     def as_lines(self) -> list[str]:
         """The comparison in lines."""
-        title = f"{self.mesh.topology}: "
-        if self.first is None:
-            lines = [f"{title}no difference in {self.compared} operations"]
-        else:
-            later, results = list[str](), list[str]()
-            for each in self.differences[1:]:
-                is_output = each.site.operation == "output"
-                (results if is_output else later).append(each.as_phrase())
-            own = [*self.first.as_lines(), *_listed("then", later)]
-            own += _listed("results", results)
-            lines = [f"{title}the first difference", *(f"  {line}" for line in own)]
+        found = f"no difference in {self.compared} operations"
+        if self.first is not None:
+            found = "\n  ".join(("the first difference", *self.first.as_lines()))
+        lines = [f"{self.mesh.topology}: {found}"]
         if self.alone:
             verb = "operation has" if self.alone == 1 else "operations have"
             lines.append(f"  {self.alone} {verb} no counterpart")
@@ -224,10 +202,3 @@ class Report:
 
     __str__ = as_text
     __repr__ = as_text
-
-
-def _listed(head: str, phrases: Sequence[str]) -> list[str]:
-    shown = list(phrases[:_MAX_LATER])
-    if more := len(phrases) - len(shown):
-        shown.append(f"{more} more")
-    return [f"{'' if i else head:11}{phrase}" for i, phrase in enumerate(shown)]
