@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
-from tessera.analysis.collective_operands import kind_of
+from tessera.analysis.collective_operands import label_of
 from tessera.analysis.hlo import Computation, Instruction
 from tessera.analysis.hlo_walk import Names, Node
 
@@ -64,7 +64,7 @@ class AsynchronousFusions:
         self._parts: dict[tuple[Names, str], dict[Part, Node]] = defaultdict(dict)
         self._started: set[str] = set()
         for node in nodes:
-            if kind_of(node.instruction):
+            if label_of(node.instruction):
                 part = part_of_node(node)
                 self._parts[self._key(node)][part] = node
                 if part is Part.START:

@@ -25,11 +25,13 @@ def kind_of(instruction: Instruction) -> str:
     return kind if kind in KINDS else ""
 
 
-def unknown_kind(instruction: Instruction) -> str:
-    """What a collective is called whose kind is not among ``KINDS``; ``""`` of others.
+def label_of(instruction: Instruction) -> str:
+    """The kind of a collective, marked where it is none of ``KINDS``; ``""`` of others.
 
     A newer XLA may have other kinds; all have groups, or pairs, of devices.
     """
+    if kind := kind_of(instruction):
+        return kind
     is_one = not _GROUPED.isdisjoint(instruction.attributes)
     return f"unknown: {instruction.opcode.removesuffix('-start')}" if is_one else ""
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera.analysis import hlo, replica_groups
+from tessera.analysis import hlo
 from tessera.analysis import ledger_text as text
 from tessera.analysis.asynchronous_fusions import (
     AsynchronousFusions,
@@ -29,14 +29,12 @@ from tessera.analysis.asynchronous_fusions import (
 from tessera.analysis.collective import KINDS, Collective, Total
 from tessera.analysis.collective_operands import (
     arrays_of,
-    groups_of,
     keeps_slice,
-    kind_of,
-    unknown_kind,
+    label_of,
 )
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node, cause
-from tessera.analysis.link_places import Places
+from tessera.analysis.link_places import Place, Places
 from tessera.analysis.loop_counts import LoopCounts
 from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
@@ -232,20 +230,19 @@ class _Reader:
     """
 
     def __init__(self, flow: Dataflow, mesh: Mesh) -> None:
-        self._module, self._mesh = flow.module, mesh
+        self._module, self._target = flow.module, mesh.target
         self._counts = LoopCounts(flow)
         self._fusions = AsynchronousFusions(flow.nodes)
-        self._places = Places(mesh, mesh.target) if mesh.target else None
+        self._places = Places(mesh)
 
     def row(self, node: Node) -> Collective | None:
         """The row of a collective, without its reason; None of anything else."""
         instruction = node.instruction
-        known = kind_of(instruction)
-        kind = known or unknown_kind(instruction)
+        kind = label_of(instruction)
         if not kind or self._fusions.repeats(node):
             return None
-        axes, size = self._axes(instruction)
-        if not axes:
+        place = self._places.place(instruction)
+        if not place.axes:
             return None
         origin = cause(self._module, node)
         dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
@@ -255,8 +252,8 @@ class _Reader:
             kind = "reduce-scatter"
         return Collective(
             kind=kind,
-            axes=axes,
-            group_size=size,
+            axes=place.axes,
+            group_size=place.size,
             arrays=arrays,
             calls=self._counts.calls(node),
             conditional=node.is_conditional,
@@ -267,33 +264,17 @@ class _Reader:
             is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),
-            sent=self._sent(kind, arrays, instruction)
-            if known and axes != replica_groups.UNKNOWN
-            else {},
+            sent=self._sent(kind, sum(each.nbytes for each in arrays), place),
         )
 
-    def _axes(self, instruction: hlo.Instruction) -> tuple[tuple[str, ...], int]:
-        """The axes of a collective, and how many devices communicate along them."""
-        shape = self._mesh.shape
-        try:
-            groups = groups_of(instruction, self._mesh.size)
-        except ValueError:  # a newer XLA writes them in another syntax
-            return replica_groups.UNKNOWN, self._mesh.size
-        axes = replica_groups.axes_of(groups, shape)
-        if "replica_groups" in instruction.attributes:
-            return axes, len(groups[0])
-        return axes, replica_groups.num_devices(axes, shape)
-
-    def _sent(
-        self, kind: str, arrays: Iterable[hlo.Shape], instruction: hlo.Instruction
-    ) -> dict[str, int]:
+    def _sent(self, kind: str, nbytes: int, place: Place) -> dict[str, int]:
         """Bytes that a device sends over each level of links, at most."""
-        if self._places is None or self._mesh.target is None:
-            return {}
-        machine, nbytes = self._mesh.target.machine, sum(each.nbytes for each in arrays)
         sent: dict[str, int] = {}
-        for span in self._places.place(instruction).spans:
-            for link, each in level_bytes(machine, kind, nbytes, span).items():
+        if self._target is None or kind not in KINDS:
+            return sent
+        for span in place.spans:
+            carried = level_bytes(self._target.machine, kind, nbytes, span)
+            for link, each in carried.items():
                 sent[link.name] = max(sent.get(link.name, 0), round(each))
         return sent
 

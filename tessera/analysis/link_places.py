@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds where the groups of a collective are on the links of a target."""
+"""Finds which devices a collective connects, and where they are on a target's links."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -10,24 +10,27 @@ from tessera.analysis.hlo import Instruction
 from tessera.mesh import Mesh
 from tessera.targets.link_routes import UsedLink, group_links, permutation_links
 from tessera.targets.link_times import Span, permutation_span, span
-from tessera.targets.target import Target
 
 _GROUPS: Final = ("replica_groups", "source_target_pairs", "frontend_attributes")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the groups of a collective are on the links of a target.
+    """The groups of devices of a collective.
 
     Attributes:
-      axes: The mesh axes that the groups extend along.
-      spans: How the groups lie on the links; of pairs, that which takes longest.
+      axes: The mesh axes that the groups extend along; ``("?",)`` where they are in a
+        syntax of a newer XLA, or have devices that the mesh does not have.
+      size: Devices that communicate with each other.
+      spans: How the groups lie on the links; of pairs, that which takes longest. None
+        without a target, or where the groups are unknown.
       links: The links that any of the groups uses.
     """
 
     axes: tuple[str, ...]
-    spans: frozenset[Span]
-    links: frozenset[UsedLink]
+    size: int
+    spans: frozenset[Span] = frozenset()
+    links: frozenset[UsedLink] = frozenset()
 
 
 class Places:
@@ -35,11 +38,10 @@ class Places:
 
     Args:
       mesh: The mesh of the program, in the order of its devices.
-      target: The machine that its devices are of.
     """
 
-    def __init__(self, mesh: Mesh, target: Target) -> None:
-        self._mesh, self._target = mesh, target
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._places: dict[str, Place] = {}
 
     def place(self, instruction: Instruction) -> Place:
@@ -51,15 +53,23 @@ class Places:
         return self._places[key]
 
     def _find(self, instruction: Instruction) -> Place:
-        target, ids = self._target, self._mesh.device_ids
-        groups = groups_of(instruction, self._mesh.size)
-        devices = [tuple(ids[position] for position in group) for group in groups]
+        target, ids = self._mesh.target, self._mesh.device_ids
+        try:
+            groups = groups_of(instruction, self._mesh.size)
+        except ValueError:  # a newer XLA writes them in another syntax
+            return Place(replica_groups.UNKNOWN, self._mesh.size)
         axes = replica_groups.axes_of(groups, self._mesh.shape)
+        size = replica_groups.num_devices(axes, self._mesh.shape)
+        if "replica_groups" in instruction.attributes:
+            size = len(groups[0])
+        if target is None or axes == replica_groups.UNKNOWN:
+            return Place(axes, size)
+        devices = [tuple(ids[position] for position in group) for group in groups]
         if kind_of(instruction) == "collective-permute":
             pairs = [(sender, receiver) for sender, receiver in devices]
             span_of_pairs = permutation_span(target, pairs)
             links = frozenset(permutation_links(target, pairs))
-            return Place(axes, frozenset({span_of_pairs}), links)
+            return Place(axes, size, frozenset({span_of_pairs}), links)
         spans = frozenset(span(target, group) for group in devices)
         used = (group_links(target, group) for group in devices)
-        return Place(axes, spans, frozenset().union(*used))
+        return Place(axes, size, spans, frozenset().union(*used))

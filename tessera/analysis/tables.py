@@ -6,7 +6,6 @@ are the same in a log of any width.
 """
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 
 def aligned(
@@ -39,11 +38,6 @@ def aligned(
         ).rstrip()
         for row in table
     )
-
-
-def html_lines(texts: Iterable[str]) -> str:
-    """Preformatted text."""
-    return f"<pre>{escape(chr(10).join(texts))}</pre>"
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -78,3 +78,9 @@ def test_each_start_has_the_end_of_its_channel():
 def test_no_part_is_left_out_of_a_collective_that_starts_nowhere():
     text = TEXT.replace("AsyncCollectiveStart", "Other")
     assert len(collectives(text, Mesh(["fsdp"], devices=range(8))).rows) == 6
+
+
+def test_a_collective_of_an_unknown_kind_counts_once_too():
+    text = TEXT.replace(" all-gather(", " all-shuffle(")
+    rows = collectives(text, Mesh(["fsdp"], devices=range(8))).rows
+    assert [row.kind for row in rows] == ["unknown: all-shuffle"] * 2

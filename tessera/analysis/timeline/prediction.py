@@ -92,6 +92,7 @@ def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
         communication={axes: Communication(*sums) for axes, sums in spent.items()},
         conditional=totals.conditional,
         unknown_loops=totals.unknown_loops,
+        unknown_collectives=steps.unknown_collectives,
         events=tuple(
             Event(
                 name=each.instruction.name,

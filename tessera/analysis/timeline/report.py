@@ -2,11 +2,11 @@
 """``Timeline``: what one step does on a device, and when, as predicted."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from tessera.analysis.source_lines import short
-from tessera.analysis.tables import aligned, format_seconds, html_lines
+from tessera.analysis.tables import aligned, format_seconds
 from tessera.analysis.timeline.event import LOOP, Event, perfetto
 
 _COLUMNS: Final = (
@@ -32,7 +32,7 @@ class Communication:
     hidden: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """One step on one device, as predicted; nothing was measured.
 
@@ -46,6 +46,8 @@ class Timeline:
       conditional: Seconds of computation in branches that are chosen at run time: each
         is taken as often as it can be, or else the longest of its conditional always.
       unknown_loops: Loops whose length is known only at run time; each counts once.
+      unknown_collectives: Collectives whose kind or groups Tessera does not know; none
+        of their time is in the figures.
       events: What is executed; the iterations of a loop are one event.
     """
 
@@ -56,6 +58,7 @@ class Timeline:
     communication: Mapping[tuple[str, ...], Communication]
     conditional: float
     unknown_loops: int
+    unknown_collectives: int
     events: tuple[Event, ...]
 
     @property
@@ -106,26 +109,12 @@ class Timeline:
             f"timeline of one step on a device of {self.target}, predicted: {self.rule}"
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Totals and events as plain data for ``json.dumps``; times in seconds."""
-        names = "target", "rule", "seconds", "compute", "exposed", "overlapped"
-        names += "overlap", "idle", "conditional", "unknown_loops"
-        return {
-            **{name: getattr(self, name) for name in names},
-            "computation": dict(self.computation),
-            "communication": [
-                {"axes": list(axes), **asdict(each)}
-                for axes, each in self.communication.items()
-            ],
-            "events": [asdict(event) for event in self.events],
-        }
-
     def as_perfetto(self) -> dict[str, Any]:
         """A trace for ui.perfetto.dev or ``chrome://tracing``, for ``json.dumps``."""
         return perfetto(self.events, self.title)
 
-    def _repr_html_(self) -> str:
-        return html_lines([self.as_text()])
+    __str__ = as_text
+    __repr__ = as_text
 
     def _cells(self, event: Event) -> list[str]:
         op = event.op_name
@@ -176,6 +165,11 @@ class Timeline:
             )
         if self.unknown_loops:
             yield f"  {self.unknown_loops} loops of unknown length count once"
+        if self.unknown_collectives:
+            yield (
+                f"  unknown: {self.unknown_collectives} collectives, of a kind or in "
+                "groups that Tessera does not know, are not counted"
+            )
 
 
 def _share(part: float, whole: float) -> str:

@@ -134,17 +134,29 @@ class TimedSteps:
         self._module, self._target = module, target
         self._times = OperationTimes(module, target)
         self._collectives = Collectives(mesh, target)
-        self._counts = LoopCounts(Dataflow(module))
+        self._flow = Dataflow(module)
+        self._counts = LoopCounts(self._flow)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Those of the entry computation."""
         return self._steps(self._module.computations[self._module.entry], ())
 
+    @cached_property
+    def unknown_collectives(self) -> int:
+        """Collectives of an unknown kind, or with unknown groups, which take no time.
+
+        Several parts of one have one channel.
+        """
+        nodes = (node.instruction for node in self._flow.nodes)
+        unknown = filter(self._collectives.is_unknown, nodes)
+        return len({channel(each) or each.name for each in unknown})
+
     def _steps(self, computation: Computation, outer: Path) -> tuple[Step, ...]:
         return tuple(
             step
             for instruction in computation.instructions.values()
+            if not self._collectives.is_unknown(instruction)
             for step in self._step(Node((*outer, (computation, instruction))))
         )
 

@@ -4,9 +4,16 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from tessera.analysis.collective_operands import arrays_of, keeps_slice, kind_of
+from tessera.analysis.collective import KINDS
+from tessera.analysis.collective_operands import (
+    arrays_of,
+    keeps_slice,
+    kind_of,
+    label_of,
+)
 from tessera.analysis.hlo import Computation, Instruction
 from tessera.analysis.link_places import Places
+from tessera.analysis.replica_groups import UNKNOWN
 from tessera.mesh import Mesh
 from tessera.targets.link_routes import UsedLink
 from tessera.targets.link_times import collective_seconds
@@ -55,7 +62,13 @@ class Collectives:
 
     def __init__(self, mesh: Mesh, target: Target) -> None:
         self._target = target
-        self._places = Places(mesh, target)
+        self._places = Places(mesh)
+
+    def is_unknown(self, instruction: Instruction) -> bool:
+        """Whether it is a collective of which a newer XLA knows how long it takes."""
+        label = label_of(instruction)
+        is_known = label in KINDS and self._places.place(instruction).axes != UNKNOWN
+        return bool(label) and not is_known
 
     def transfer(
         self,
@@ -65,7 +78,8 @@ class Collectives:
     ) -> Transfer | None:
         """The transfer of a collective; None of anything else.
 
-        A collective in groups of one device moves nothing, and is none.
+        A collective in groups of one device moves nothing, and is none; one of unknown
+        groups has an unknown time, and is none either.
 
         Args:
           computation: The one that contains the instruction.
@@ -76,7 +90,7 @@ class Collectives:
         if not kind:
             return None
         place = self._places.place(instruction)
-        if not place.axes:
+        if not place.axes or place.axes == UNKNOWN:
             return None
         if caller and keeps_slice(computation, instruction):
             kind = "reduce-scatter"

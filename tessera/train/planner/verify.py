@@ -112,7 +112,8 @@ def figures(words: list[str]) -> dict[str, Any]:
 
     Returns:
       ``memory`` in bytes of a device at most; and from the timeline, in seconds of one
-      step, ``compute``, ``exposed`` communication and ``idle``.
+      step, ``compute``, ``exposed`` communication and ``idle``. Or ``error``, where
+      that time is unknown.
     """
     from tessera.mesh import Mesh
     from tessera.train.config.command_line import compose
@@ -126,6 +127,8 @@ def figures(words: list[str]) -> dict[str, Any]:
     run = Run(settings, mesh)
     run.check()
     timeline = run.compiled.timeline
+    if count := timeline.unknown_collectives:
+        return {"error": f"the time of {count} collectives is unknown"}
     return {
         "memory": run.compiled.memory.peak,
         "compute": timeline.compute,

@@ -181,3 +181,27 @@ def test_the_text_says_what_the_times_are_from(compiler, said):
     target = dataclasses.replace(GPU, compiler=compiler)
     found = timeline(OVERLAP.replace("WIDTH", "1000"), mesh_on(target))
     assert said in found.rule
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        "all-reduce(x), channel_id=1, replica_groups=groups of tomorrow",
+        "all-shuffle(x), channel_id=1, replica_groups=[1,8]<=[8]",
+        "all-reduce(x), channel_id=1, replica_groups={{0,9}}",
+    ],
+)
+def test_what_an_unknown_collective_takes_is_not_made_up(mesh, collective):
+    header = "HloModule m, is_scheduled=true, num_partitions=8\nENTRY e {\n"
+    text = header + (
+        "  x = f32[1000] parameter(0)\n"
+        "  a = f32[1000] COLLECTIVE\n"
+        "  ROOT b = f32[1000] negate(a)\n"
+        "}"
+    )
+    found = timeline(text.replace("COLLECTIVE", collective), mesh)
+    alone = timeline(text.replace("COLLECTIVE", "bitcast(x)"), mesh)
+    assert (found.unknown_collectives, alone.unknown_collectives) == (1, 0)
+    assert found.seconds == alone.seconds
+    assert found.communication == {}
+    assert "unknown: 1 collectives" in found.as_text()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline as text and as plain data."""
-
-import json
+"""A timeline as text."""
 
 import pytest
 
@@ -29,6 +27,7 @@ def report(**changes):
         "communication": {("dp", "tp"): Communication(2.0, 1.0, 1.0)},
         "conditional": 0.0,
         "unknown_loops": 0,
+        "unknown_collectives": 0,
         "events": EVENTS,
     }
     return Timeline(**{**values, **changes})
@@ -64,6 +63,7 @@ def test_the_text_has_the_costliest_operations_and_the_totals():
     [
         ({"conditional": 1.5}, "1.50 s of the computation is in branches that are"),
         ({"unknown_loops": 2}, "2 loops of unknown length count once"),
+        ({"unknown_collectives": 3}, "unknown: 3 collectives, of a kind or in groups"),
     ],
 )
 def test_what_is_not_known_is_said(changes, note):
@@ -80,15 +80,6 @@ def test_only_the_costliest_of_many_operations_are_listed():
     assert "op.99 " in text
     assert "op.0 " not in text
     assert "… 80 more operations and transfers of 3240.00 s" in text
-
-
-def test_the_data_survive_json():
-    found = json.loads(json.dumps(report().as_json()))
-    assert found["seconds"] == 4.0
-    assert found["communication"] == [
-        {"axes": ["dp", "tp"], "seconds": 2.0, "exposed": 1.0, "hidden": 1.0}
-    ]
-    assert found["events"][1]["name"] == "dot.1"
 
 
 def test_an_empty_program_has_a_text():
