@@ -21,11 +21,7 @@ from tessera.ops.collectives import (
     scatter,
     send,
 )
-from tessera.ops.gradient_averaging import (
-    average_gradients,
-    compressed_mean,
-    per_device,
-)
+from tessera.ops.gradient_averaging import average_gradients, per_device
 from tessera.shard import DistTensor, ShardSpec, tensor
 
 allreduce = all_reduce
@@ -34,7 +30,7 @@ allreduce = all_reduce
 __all__ = [
     "DistTensor", "Inspection", "Mesh", "ShardSpec", "all_gather", "all_reduce",
     "all_to_all", "allreduce", "average_gradients", "barrier", "broadcast",
-    "compressed_mean", "gather", "inspect", "per_device", "profile", "recv",
-    "recv_from", "reduce_scatter", "scatter", "send", "simulate_devices", "tensor",
+    "gather", "inspect", "per_device", "profile", "recv", "recv_from",
+    "reduce_scatter", "scatter", "send", "simulate_devices", "tensor",
 ]
 # fmt: on

@@ -14,7 +14,8 @@ and that are not reduced yet:
         return optax.apply_updates(params, updates), state
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,13 @@ from tessera.errors import CollectiveError, NoMeshError, did_you_mean
 from tessera.foundations.tree import Tree
 from tessera.jax_compat import jaxprs
 from tessera.mesh import manual_axes, opened_or_none
-from tessera.ops import compressed_means as compressed
+from tessera.ops import device_collectives
 from tessera.ops.collective_call import Axis, Operand, each
-from tessera.ops.compressed_means import COMPRESSIONS
 
 if TYPE_CHECKING:
     import optax
+
+COMPRESSIONS: Final = ("none", "top_k")
 
 
 class ErrorFeedback(NamedTuple):
@@ -53,51 +55,25 @@ def average_gradients(
 ) -> "optax.GradientTransformation":
     """An optimizer that first averages the gradients over a mesh axis.
 
-    It is ``optax.chain(compressed_mean(compression, axis), optimizer)``, so the updates
-    are the same on every device.
+    ``update`` must be called inside an SPMD region; the updates are the same on every
+    device. Bytes that a device sends and receives for each f32 value, on n devices:
+
+    - ``none``: 8 (n-1)/n, as ``dist.all_reduce(op="mean")``, which it is bit for bit.
+    - ``top_k``: 8 (n-1) ratio, which is less where ratio < 1/n. Every device sends its
+      values of largest magnitude; the others are added to its next gradients (error
+      feedback: arXiv 1809.07599, without the momentum correction of 1712.01887).
 
     Args:
       optimizer: Any Optax transformation.
       axis: Mesh axis, or a tuple of axes, outer first.
-      compression: As in :func:`compressed_mean`.
-      ratio: As in :func:`compressed_mean`.
-
-    Raises:
-      CollectiveError: [T206] as in :func:`compressed_mean`.
-    """
-    import optax  # not by `import tessera`, which does not need it
-
-    return optax.chain(compressed_mean(compression, axis, ratio=ratio), optimizer)
-
-
-def compressed_mean(
-    compression: str, axis: Axis = "dp", *, ratio: float = 0.01
-) -> "optax.GradientTransformation":
-    """Replace gradients by their mean over a mesh axis, with compression.
-
-    ``update`` must be called inside an SPMD region. Per device ``[...]`` to ``[...]``,
-    replicated. Bytes that a device sends and receives for each f32 value, on n devices,
-    and the error of the result:
-
-    - ``none``: 8 (n-1)/n, as in an all-reduce; exact.
-    - ``bf16``: 4 (n-1)/n; two roundings to 8 significant bits.
-    - ``int8``: 2 (n-1)/n and half a percent; two roundings to 1/127 of the largest
-      of up to 1024 consecutive values.
-    - ``top_k``: 8 (n-1) ratio, which is less than ``none`` where ratio < 1/n; values
-      that are not sent are added to the next gradients.
-
-    ``compressed_means.means`` states the bounds.
-
-    Args:
-      compression: ``none``, ``bf16``, ``int8`` or ``top_k``.
-      axis: Mesh axis, or a tuple of axes, outer first.
+      compression: ``none`` or ``top_k``.
       ratio: The fraction of each gradient's values that ``top_k`` sends, above 0 and
         at most 1; at least one value is sent.
 
     Returns:
-      A transformation. Only ``top_k`` has a state, the residual of each device:
-      ``init`` inside the region returns that of the device; outside of one, on an open
-      mesh, an array that is split over the axis.
+      A transformation. Before the optimizer's, ``top_k`` has a state, the residual of
+      each device: ``init`` inside the region returns that of the device; outside of
+      one, on an open mesh, an array that is split over the axis.
 
     Raises:
       CollectiveError: [T206] there is no such compression, or ``ratio`` is out of
@@ -105,28 +81,15 @@ def compressed_mean(
         or reduced over the axis already, or that have another shape than the state.
       NoMeshError: [T106] a ``top_k`` state is made where there is no mesh.
       UnknownAxisError: [T103] the mesh has no such axis.
-
-    Example:
-      >>> transform = compressed_mean("int8", axis="dp")
-      >>> transform.init({"w": jnp.ones(3)})
-      EmptyState()
     """
     import optax  # not by `import tessera`, which does not need it
 
     _check(compression, ratio)
     if compression == "top_k":
-        return optax.GradientTransformation(*_error_feedback(axis, ratio))
-
-    def averaged(updates: Tree, params: Tree = None) -> Tree:
-        del params
-        operands, tree = _unreduced(updates, axis)
-        if not operands:
-            return updates
-        values = [operand.value for operand in operands]
-        means = compressed.means(values, operands[0].axes, compression)
-        return jax.tree.unflatten(tree, means)
-
-    return optax.stateless(averaged)
+        mean = optax.GradientTransformation(*_error_feedback(axis, ratio))
+    else:
+        mean = optax.stateless(lambda updates, _: _mean(updates, axis))
+    return optax.chain(mean, optimizer)
 
 
 def per_device(x: Any, axis: Axis) -> Any:
@@ -150,6 +113,14 @@ def per_device(x: Any, axis: Axis) -> Any:
         return jaxprs.varying_over(operand.value, operand.axes)
 
     return each(one, x, axis)
+
+
+def _mean(updates: Tree, axis: Axis) -> Tree:
+    def one(operand: Operand) -> Array:
+        _check_unreduced(operand)
+        return device_collectives.reduce(operand.value, operand.axes, "mean")
+
+    return each(one, updates, axis)
 
 
 def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
@@ -179,7 +150,7 @@ def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
         averaged, rest = list[Array](), list[Array]()
         for operand, residual in zip(operands, residuals, strict=True):
             own, block = _own(residual, operand.value), operand.value
-            mean, unsent = compressed.top_k_mean(block, own, operand.axes, ratio)
+            mean, unsent = _top_k_mean(block, own, operand.axes, ratio)
             averaged.append(mean)
             rest.append(unsent[None])
         return jax.tree.unflatten(tree, averaged), ErrorFeedback(
@@ -187,6 +158,50 @@ def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
         )
 
     return init, update
+
+
+def _top_k_mean(
+    block: Array, residual: Array, axes: tuple[str, ...], ratio: float
+) -> tuple[Array, Array]:
+    """The mean of the largest values of each device, with error feedback.
+
+    Every device adds its residual to its block, sends the ``ceil(ratio * size)``
+    values of largest magnitude with their indices, and keeps the others as the new
+    residual: ``sent + new residual == block + residual`` exactly.
+    (arXiv 1809.07599, algorithm 1 of Stich et al.; without the momentum correction of
+    arXiv 1712.01887.)
+
+    Args:
+      block: Per device ``[...]``, of a float dtype.
+      residual: Values that earlier calls did not send, f32, of the block's shape.
+      axes: Mesh axes to average over.
+      ratio: Share of the values that each device sends.
+
+    Returns:
+      The mean, replicated, and the new residual of this device.
+    """
+    if not block.size:
+        return device_collectives.reduce(block, axes, "mean"), residual
+    count = lax.axis_size(axes)
+    total = (block.astype(jnp.float32) + residual).reshape(-1)
+    indices = lax.top_k(jnp.abs(total), math.ceil(ratio * total.size))[1]
+    values = total[indices]
+    rest = total.at[indices].set(0.0, unique_indices=True)
+
+    def add(sums: Array, sent: tuple[Array, Array]) -> tuple[Array, None]:
+        return sums.at[sent[0]].add(sent[1], unique_indices=True), None
+
+    # One device's values after the other's, each index once: concurrent additions to
+    # one index would have another order on each accelerator.
+    sent = tuple(
+        jaxprs.all_gather_invariant(part[None], axes, 0) for part in (indices, values)
+    )
+    # The values may still vary over other axes.
+    zeros = jnp.zeros(total.shape, total.dtype)
+    zeros = jaxprs.varying_over(zeros, jaxprs.varying_axes(sent[1]))
+    sums = lax.scan(add, zeros, sent)[0]
+    averaged = (sums / count).astype(block.dtype).reshape(block.shape)
+    return averaged, rest.reshape(block.shape)
 
 
 def _unreduced(updates: Tree, axis: Axis) -> tuple[list[Operand], Any]:

@@ -194,8 +194,7 @@ FEATURES = (
     *("training.offload_optimizer=true", "training.remat=full", "training.remat=dots"),
     *("training.remat=[full,none]", "training.remat={global:full}"),
     *("training.loss_chunk=4", "training.loss_chunk=none", "training.clip_norm=null"),
-    *("training.gradient_compression=bf16", "training.gradient_compression=top_k"),
-    *("training.compression_ratio=0.5", "training.numerics=deterministic"),
+    "training.numerics=deterministic",
     *("training.reduction_parts=2", "training.reduction_parts=3", "training.seed=7"),
     *(
         "training.gradient_accumulation_steps=2",

@@ -91,7 +91,6 @@ def test_remembered_checks_say_what_the_checks_say(seed):
     training = {
         "numerics": draw.choice(["fast", "fast", "deterministic"]),
         "reduction_parts": 8,
-        "gradient_compression": draw.choice(["none", "none", "int8"]),
     }
     config = traced(name).config
     config = replace(config, training=replace(config.training, **training))
@@ -146,7 +145,6 @@ def test_every_layout_that_is_found_passes_the_checks_of_a_run(seed):
         "zero_stage": [0, 2],
         "micro_batch_size": [1, 2, 5],
         "numerics": ["deterministic"],
-        "gradient_compression": ["int8"],
     }.items():
         if draw.random() < 0.2:
             training[setting] = draw.choice(values)

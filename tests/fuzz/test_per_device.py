@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -104,7 +105,7 @@ def of_the_mean(body: Body, w: Any, *rest: Any) -> Any:
 
 
 def wrapped(body: Body, w: Any, *rest: Any) -> Any:
-    mean = dist.compressed_mean("none", axis="dp")
+    mean = dist.average_gradients(optax.identity(), axis="dp")
     gradient = jax.grad(body.loss)(dist.per_device(w, axis="dp"), *rest)
     return mean.update(gradient, mean.init(w))[0]
 

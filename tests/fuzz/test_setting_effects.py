@@ -43,7 +43,6 @@ RUNS = {
         *("model.mesh_shape=[[2],[pp]]", "model.num_layers=4"),
         *("training.pipeline_schedule=interleaved", "training.pipeline_chunks=2"),
     ),
-    "top_k": (*("model.mesh_shape=[[2],[dp]]", "training.gradient_compression=top_k"),),
     "deterministic": (
         *("training.numerics=deterministic", "training.reduction_parts=2"),
         "model.mesh_shape=[[2],[dp]]",
@@ -123,8 +122,6 @@ OTHERS = {
     "training.offload_optimizer": ("true",),
     "training.remat": ("full",),
     "training.loss_chunk": ("4",),
-    "training.gradient_compression": ("bf16",),
-    "training.compression_ratio": ("0.5",),
     "training.numerics": ("deterministic", "fast"),
     "training.reduction_parts": ("4",),
     "training.pipeline_schedule": ("gpipe",),

@@ -24,9 +24,15 @@ def blocks(*shape: int, seed: int = 0) -> np.ndarray:
     return (draw.normal(size=(8, *shape)) * sizes).astype(np.float32)
 
 
+def averaging(compression, axis="dp", **options):
+    """The average of gradients alone."""
+    identity = optax.identity()
+    return dist.average_gradients(identity, axis, compression=compression, **options)
+
+
 def mapped(compression, mesh=DP, axis="dp", check=True, **options):
     """``[8, ...] -> [...]``: the mean over devices, each of which has one row."""
-    transform = dist.compressed_mean(compression, axis, **options)
+    transform = averaging(compression, axis, **options)
 
     def body(x):
         state = transform.init(x[0])
@@ -68,81 +74,32 @@ def test_without_compression_it_is_the_mean_bit_for_bit(axis):
     np.testing.assert_array_equal(mapped("none", mesh, axis)(x), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (5, 7), (2, 4096), (8, 1025)])
-@pytest.mark.parametrize("compression", ["bf16", "int8"])
-def test_a_compressed_mean_errs_by_no_more_than_it_says(compression, shape):
-    x = blocks(*shape)
-    got = np.asarray(mapped(compression)(x))
-    assert got.shape == shape
-    assert got.dtype == np.float32
-    mean = x.astype(np.float64).mean(axis=0)
-    # What is added up in f32 errs a little by itself.
-    adding = 8 * 2.0**-23 * np.abs(x).mean(axis=0)
-    np.testing.assert_array_less(
-        np.abs(got - mean), bound(compression, x, mean) * (1 + 1e-6) + adding + 1e-30
-    )
-
-
-def bound(compression, x, mean):
-    """What the module's documentation promises, with the layout of its chunks."""
-    if compression == "bf16":
-        rounded = np.abs(x).mean(axis=0) * (1 + 2.0**-8)
-        return 2.0**-8 * (np.abs(x).mean(axis=0) + np.minimum(np.abs(mean), rounded))
-    size = x[0].size
-    width = {1: 32, 3: 32, 35: 32, 8192: 1024, 8200: 64}[size]
-    flat = np.zeros((8, -(-size // width) * width))
-    flat[:, :size] = x.reshape(8, -1)
-    largest = np.abs(flat).reshape(8, -1, width).max(axis=2).mean(axis=0)
-    means = np.abs(flat.mean(axis=0)).reshape(-1, width).max(axis=1) + largest / 254
-    each = (largest + means) / 254
-    return np.repeat(each, width)[:size].reshape(x.shape[1:])
-
-
-def test_int8_is_exact_where_its_steps_are():
-    # Each row of 32 neighbors has its own scale: some power of two.
-    steps = np.random.default_rng(0).integers(-127, 128, (8, 32)).astype(np.float32)
-    steps[:, 7] = 127.0
-    x = steps * 2.0 ** np.arange(-4, 4, dtype=np.float32)[:, None]
-    alike = np.broadcast_to(x.reshape(-1), (8, 256))
-    np.testing.assert_array_equal(mapped("int8")(alike), x.reshape(-1))
-
-
-@pytest.mark.parametrize("compression", ["bf16", "int8"])
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_what_is_not_finite_stays_so(compression, value):
-    x = np.ones((8, 20), np.float32)
-    x[3, 11] = value
-    assert not np.isfinite(mapped(compression)(x)[11])
-
-
-@pytest.mark.parametrize("compression", ["bf16", "int8", "top_k"])
-def test_large_values_do_not_overflow_on_the_way(compression):
+def test_large_values_do_not_overflow_on_the_way():
     x = np.full((8, 16), 2.0**124, np.float32)
-    np.testing.assert_allclose(mapped(compression, ratio=1.0)(x), x[0], rtol=2**-7)
+    np.testing.assert_allclose(mapped("top_k", ratio=1.0)(x), x[0], rtol=2**-7)
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16", "int8", "top_k"])
+@pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_zeros_and_nothing_stay_so(compression):
     for shape in [(8, 4), (8, 0)]:
         got = mapped(compression)(np.zeros(shape, np.float32))
         np.testing.assert_array_equal(got, np.zeros(shape[1:]))
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16", "int8", "top_k"])
+@pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_a_narrow_gradient_keeps_its_dtype(compression):
     x = jnp.ones((8, 16), jnp.bfloat16)
     assert mapped(compression, ratio=1.0)(x).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8", "top_k"])
-def test_over_two_axes_it_is_the_mean_over_both(compression):
+def test_over_two_axes_it_is_the_mean_over_both():
     x = blocks(300)
-    whole = np.asarray(mapped(compression, ratio=1.0)(x))
-    got = mapped(compression, GRID, ("node", "dp"), ratio=1.0)(x)
+    whole = np.asarray(mapped("top_k", ratio=1.0)(x))
+    got = mapped("top_k", GRID, ("node", "dp"), ratio=1.0)(x)
     np.testing.assert_array_equal(got, whole)
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8", "top_k"])
+@pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_it_works_where_jax_does_not_track_what_varies(compression):
     x = blocks(33)
     tracked = mapped(compression, ratio=0.5)(x)
@@ -156,7 +113,7 @@ def test_it_works_where_jax_does_not_track_what_varies(compression):
 
 def feed(rounds, ratio, size=24):
     """Sums of what went in and of what came out, and the residuals at the end."""
-    transform = dist.compressed_mean("top_k", "dp", ratio=ratio)
+    transform = averaging("top_k", ratio=ratio)
 
     def body(x, state):
         mean, state = transform.update(x[0], state)
@@ -173,7 +130,7 @@ def feed(rounds, ratio, size=24):
         x = blocks(size, seed=seed)
         mean, state = step(x, state)
         given, got = given + x.mean(axis=0, dtype=np.float64), got + np.asarray(mean)
-    return given, got, np.asarray(state.residual)
+    return given, got, np.asarray(state[0].residual)
 
 
 def test_top_k_sends_the_largest_of_each_device():
@@ -201,7 +158,7 @@ def test_top_k_of_everything_is_the_mean():
     )
 
 
-@pytest.mark.parametrize("compression", ["none", "bf16", "int8", "top_k"])
+@pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_descent_with_any_compression_finds_the_least_of_a_quadratic(compression):
     # Each device has a loss of its own, far from the others': only the mean of the
     # gradients vanishes at the goal, so that what top_k leaves out must come later.
@@ -229,7 +186,7 @@ def test_descent_with_any_compression_finds_the_least_of_a_quadratic(compression
     )
     best = goals.mean(axis=0)
     spread = np.abs(goals - best).max()
-    allowed = {"none": 1e-5, "bf16": 2**-7, "int8": 2 / 254, "top_k": 0.3}[compression]
+    allowed = {"none": 1e-5, "top_k": 0.3}[compression]
     assert np.abs(weight - best).max() < allowed * spread
 
 
@@ -240,82 +197,10 @@ def test_what_is_sent_for_each_value():
     """Of 64 Ki values: ``nbytes`` of the ledger, of which (n-1)/n are on the wire."""
     x, values = np.ones((8, 2**16), np.float32), 2**16
     assert sent(mapped("none"), x) == {("all-reduce", "f32"): 4 * values}
-    assert sent(mapped("bf16"), x) == {
-        ("all-to-all", "u16"): 2 * values,
-        ("all-gather", "u16"): 2 * values,
-    }
-    scales = 4 * values // 1024
-    assert sent(mapped("int8"), x) == {
-        ("all-to-all", "s8"): values,
-        ("all-to-all", "f32"): scales,
-        ("all-gather", "s8"): values,
-        ("all-gather", "f32"): scales,
-    }
     assert sent(mapped("top_k", ratio=2**-6), x) == {
         ("all-gather", "f32"): 8 * 4 * values // 64,
         ("all-gather", "s32"): 8 * 4 * values // 64,
     }
-
-
-@pytest.mark.parametrize(
-    "size",
-    [257, *(pytest.param(n, marks=pytest.mark.full) for n in (1000, 8193, 16383))],
-)
-def test_little_is_padding_and_scales(size):
-    bytes_of = sent(mapped("int8"), np.ones((8, size), np.float32))
-    assert set(bytes_of) == {
-        (kind, dtype)
-        for kind in ("all-to-all", "all-gather")
-        for dtype in ("s8", "f32")
-    }
-    allowed = 1.25 if size > 1000 else 2.25
-    assert sum(bytes_of.values()) < 2 * allowed * size
-
-
-@pytest.mark.parametrize("compression", ["bf16", "int8"])
-def test_a_tree_goes_in_one_exchange_and_shares_no_row(compression):
-    transform = dist.compressed_mean(compression, "dp")
-    tree = {"a": blocks(70, seed=1), "b": (blocks(3, seed=2), blocks(seed=3))}
-    tree["c"] = np.zeros((8, 0), np.float32)
-
-    def body(tree):
-        own = jax.tree.map(lambda x: x[0], tree)
-        return transform.update(own, transform.init(own))[0]
-
-    together = jax.jit(
-        jax.shard_map(body, mesh=DP.jax, in_specs=P("dp"), out_specs=P())
-    )
-    compiled = together.lower(tree).compile()
-    calls = sum(row.calls for row in collectives(compiled, DP).rows)
-    assert calls == {"bf16": 2, "int8": 4}[compression]
-    for leaf, got in zip(
-        jax.tree.leaves(tree), jax.tree.leaves(together(tree)), strict=True
-    ):
-        assert got.shape == leaf.shape[1:]
-        if leaf.size:
-            np.testing.assert_array_less(
-                np.abs(got - leaf.mean(axis=0)), np.abs(leaf).max() / 100
-            )
-
-
-def test_compression_of_the_outer_axis_leaves_the_inner_one_exact():
-    chain = optax.chain(
-        dist.compressed_mean("none", "dp"), dist.compressed_mean("int8", "node")
-    )
-
-    def body(x):
-        return chain.update(x[0], chain.init(x[0]))[0]
-
-    spec = P(("node", "dp"))
-    region = jax.shard_map(body, mesh=GRID.jax, in_specs=spec, out_specs=P())
-    compiled = jax.jit(region).lower(np.ones((8, 4096), np.float32)).compile()
-    by_axis = {
-        (axes, array.dtype)
-        for row in collectives(compiled, GRID).rows
-        for axes, array in [(row.axes, row.arrays[0])]
-        if array.nbytes > 64
-    }
-    assert by_axis == {(("dp",), "f32"), (("node",), "s8")}
 
 
 # --- the wrapped optimizer
@@ -388,11 +273,11 @@ def test_a_wrapped_optimizer_keeps_what_each_device_holds_back_on_it():
 
 
 def test_a_state_made_inside_the_kernel_is_of_blocks():
-    transform = dist.compressed_mean("top_k", "dp")
+    transform = averaging("top_k")
 
     @op.kernel
     def start(x):
         return transform.init(x)
 
     x = jax.device_put(np.ones((4, 6), np.float32), NamedSharding(DP.jax, P()))
-    assert start(x).residual.shape == (8, 4, 6)
+    assert start(x)[0].residual.shape == (8, 4, 6)

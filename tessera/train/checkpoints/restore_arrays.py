@@ -2,17 +2,15 @@
 """Restores a checkpoint on the mesh of this run, whichever mesh saved it.
 
 Arrays are stored whole, so their old sharding does not matter: each device reads the
-block that it holds now. The shapes of two kinds of arrays depend on the mesh. A
-pipeline stores layers by stage: they are read in the stored shape and regrouped, one
-array at a time. And gradient compression keeps a residual for each device along ``dp``:
-if their number changes, the sum of the residuals is divided evenly among the new ones.
+block that it holds now. A pipeline stores layers by stage: they are read in the stored
+shape and regrouped, one array at a time.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +28,11 @@ from tessera.train.loop.build_run import Run
 from tessera.train.loop.train_state import TrainState
 from tessera.train.models.pipeline_stages import StageSplit
 
-Change: TypeAlias = Literal["none", "regroup", "spread"]
-
 # Parts of the state that a setting adds or removes.
 _OPTIONAL: Final = {
     "loss_scale": "training.mixed_precision",
-    "residual": "training.gradient_compression",
+    # What devices had not sent under training.gradient_compression=top_k.
+    "residual": "this version of Tessera",
     "spikes": "training.on_spike",
 }
 
@@ -47,13 +44,12 @@ class ArrayRestore:
     Attributes:
       source: Its stored shape, and the sharding to read it with.
       target: Its shape and sharding in this run.
-      change: What is done in between: nothing; layers are regrouped into other stages;
-        or the residuals of devices along ``dp`` are spread over another number of them.
+      regroups: Whether its layers are regrouped into other stages in between.
     """
 
     source: jax.ShapeDtypeStruct
     target: jax.ShapeDtypeStruct
-    change: Change = "none"
+    regroups: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,19 +136,13 @@ class Restoration:
         """What is initialized or dropped because of a setting of this run."""
         saved = set(map(_part, self.metadata.arrays))
         targets = set(map(_part, self._targets))
-        notes = [
+        return [
             f"the checkpoint has no {part}, which {setting} needs: it is initialized"
             if part in targets
             else f"{setting} does not use the checkpoint's {part}: it is dropped"
             for part, setting in self._optional.items()
             if (part in saved) != (part in targets)
         ]
-        if any(restore.change == "spread" for restore in self.arrays.values()):
-            notes.append(
-                "another number of devices along dp: the sum of their gradient "
-                "residuals is divided evenly among the new ones"
-            )
-        return notes
 
     def check(self) -> None:
         """Check that the checkpoint has the arrays of this run.
@@ -174,20 +164,17 @@ class Restoration:
         sources = {name: restore.source for name, restore in self.arrays.items()}
         arrays = storage.read(checkpoint.state, sources)
         for name, restore in self.arrays.items():
-            if restore.change != "none":
+            if restore.regroups:
                 # One at a time: only one array is in memory twice.
-                arrays[name] = self._changed(arrays.pop(name), restore)
+                arrays[name] = self._regrouped(arrays.pop(name), restore)
         if missing := self._targets.keys() - arrays.keys():
             fresh = named_leaves(self.run.fresh_parts())
             arrays |= {name: fresh[name] for name in missing}
         treedef = jax.tree.structure(self.run.abstract_state)
         return jax.tree.unflatten(treedef, [arrays[name] for name in self._targets])
 
-    def _changed(self, array: jax.Array, restore: ArrayRestore) -> jax.Array:
+    def _regrouped(self, array: jax.Array, restore: ArrayRestore) -> jax.Array:
         split, out = self.run.model.split, restore.target.sharding
-        if restore.change == "spread":
-            spread = jax.jit(_spread, static_argnums=1, out_shardings=out)
-            return spread(array, restore.target.shape[0])
         regroup = jax.jit(_regroup, static_argnums=(1, 2), out_shardings=out)
         return regroup(array, self._saved_split, split)
 
@@ -195,23 +182,19 @@ class Restoration:
         self, name: str, stored: Stored, target: jax.ShapeDtypeStruct
     ) -> ArrayRestore:
         split, shape = self.run.model.split, stored.shape
-        change: Change = "none"
         sharding = target.sharding
-        spec = tuple(getattr(sharding, "spec", ()))
-        spec += (None,) * (len(target.shape) - len(spec))
         was_staged = _has_stage_dims(self._saved_split, name, shape)
         is_staged = _has_stage_dims(split, name, target.shape)
-        if name.startswith("residual/") and shape[:1] != target.shape[:1]:
-            # Each device along dp needs the sum over all of them.
-            change, spec = "spread", (None, *spec[1:])
-        elif (was_staged or is_staged) and self._saved_split != split:
+        regroups = (was_staged or is_staged) and self._saved_split != split
+        if regroups:
+            spec = tuple(getattr(sharding, "spec", ()))
+            spec += (None,) * (len(target.shape) - len(spec))
             whole = (None,) * (3 if was_staged else 1)
-            change, spec = "regroup", (*whole, *spec[3 if is_staged else 1 :])
-        if change != "none":
+            spec = (*whole, *spec[3 if is_staged else 1 :])
             mesh = self.run.mesh.compile_mesh
             sharding = NamedSharding(mesh, PartitionSpec(*spec))
         source = jax.ShapeDtypeStruct(shape, jnp.dtype(stored.dtype), sharding=sharding)
-        return ArrayRestore(source, target, change)
+        return ArrayRestore(source, target, regroups)
 
 
 def _part(name: str) -> str:
@@ -250,8 +233,6 @@ def _described(split: StageSplit | None, name: str, stored: Stored | None) -> st
     if stored is None:
         return "has none"
     sizes = list(map(str, plain_shape(split, name, stored.shape)))
-    if name.startswith("residual/"):
-        sizes[:1] = ["dp"]  # the number of devices along dp may differ
     return f"{stored.dtype}[{','.join(sizes)}]"
 
 
@@ -260,8 +241,3 @@ def _regroup(
 ) -> jax.Array:
     plain = array if before is None else before.unstack(array)
     return plain if now is None else now.stack(plain)
-
-
-def _spread(array: jax.Array, copies: int) -> jax.Array:
-    share = array.sum(0) / copies
-    return jnp.broadcast_to(share, (copies, *share.shape))

@@ -39,8 +39,7 @@ class Move:
       before: The mesh axes that sharded each dim when it was saved, with their sizes:
         ``(-, fsdp 4, tp 2)``.
       now: The same on the new mesh.
-      change: ``none``, ``regroup`` into other stages, or ``spread`` over another number
-        of devices along ``dp``.
+      change: ``none``, or ``regroup`` into other stages.
     """
 
     name: str
@@ -217,7 +216,7 @@ def _move(name: str, metadata: Metadata, restore: ArrayRestore, mesh: Mesh) -> M
         form=f"{stored.dtype}[{','.join(map(str, stored.shape))}]",
         before=_split(stored, metadata.mesh),
         now=_split(Stored.of(restore.target), mesh.shape),
-        change=restore.change,
+        change="regroup" if restore.regroups else "none",
     )
 
 

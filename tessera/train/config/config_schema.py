@@ -102,9 +102,10 @@ def settings_of_text(text: str) -> Config:
 
 
 def _rename(training: dict[str, Any]) -> None:
-    """Give settings of earlier versions their present names."""
-    # Replaced by one that does not depend on the mesh; it changes no array.
-    training.pop("validation_batches", None)
+    """Drop settings of earlier versions, and give others their present names."""
+    # They change no array of the state but ``residual``, of which a restoration tells.
+    for name in ("validation_batches", "gradient_compression", "compression_ratio"):
+        training.pop(name, None)
     if "microshards" in training:
         training["reduction_parts"] = training.pop("microshards")
     if training.get("pipeline_gather") == "tick":

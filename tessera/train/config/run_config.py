@@ -38,7 +38,6 @@ MESH_AXES: Final = tuple(
 SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
 GATHERS: Final = ("microbatch", "step")
-COMPRESSIONS: Final = ("none", "bf16", "int8", "top_k")
 ON_SPIKE: Final = ("none", "warn", "skip", "rollback")
 PREEMPTION_NOTICES: Final = ("none", "gce", "aws", "azure")
 RESUME_DATA: Final = ("exact", "restart")
@@ -89,9 +88,6 @@ class TrainingConfig:
         is the first of none, dots, named and full that surely fits.
       loss_chunk: Tokens of which each device makes logits at a time; auto chooses by
         their bytes, none makes all at once, as auto does with deterministic numerics.
-      gradient_compression: What is sent of the gradients over dp; none is all, bf16 and
-        int8 round them, top_k sends the largest and keeps the others for later steps.
-      compression_ratio: The share of its gradients that each device sends under top_k.
       numerics: How sums over the batch are made; fast in any order, deterministic in
         one that gives the same bits in every run and on every mesh, whose axes then
         share rows and split nothing but what is stored.
@@ -172,8 +168,6 @@ class TrainingConfig:
     loss_chunk: int | str = setting(
         "auto", least=1, most=MOST_COUNT, choices=("auto", "none")
     )
-    gradient_compression: str = setting("none", choices=COMPRESSIONS)
-    compression_ratio: float = setting(0.01, above=0, most=1)
     numerics: str = setting("fast", choices=("fast", "deterministic"))
     reduction_parts: int = setting(
         8, least=1, most=2**20, test=lambda n: n.bit_count() == 1, legal="a power of 2"

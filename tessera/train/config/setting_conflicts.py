@@ -45,13 +45,8 @@ EXCLUDED: Final = (
     ),
     Conflict(
         "training.zero_stage=2|3",
-        "training.sync_gradients_every training.gradient_compression",
-        " splits gradients over dp, which have to be whole on each device for this",
-    ),
-    Conflict(
         "training.sync_gradients_every",
-        "training.gradient_compression",
-        ", while compressed gradients cross dp once in a step",
+        " splits gradients over dp, which have to be whole on each device for this",
     ),
     Conflict(
         "training.resume=none training.init_from=null",
@@ -81,9 +76,8 @@ EXCLUDED: Final = (
     ),
     Conflict(
         "training.numerics=deterministic",
-        "training.gradient_compression training.sync_gradients_every "
-        "training.loss_chunk!=auto|none optimizer.name=adafactor "
-        "optimizer.scale_learning_rate",
+        "training.sync_gradients_every training.loss_chunk!=auto|none "
+        "optimizer.name=adafactor optimizer.scale_learning_rate",
         ": these make other sums on another mesh",
     ),
     Conflict(
@@ -111,12 +105,10 @@ UNREAD: Final = (
     Conflict(
         "training.on_spike=none", "training.spike_threshold training.spike_window"
     ),
-    Conflict("training.gradient_compression!=top_k", "training.compression_ratio"),
     Conflict("training.numerics=fast", "training.reduction_parts"),
 )
 # What axes would read that a mesh does not have.
 OF_AXES: Final = {
-    "dp": "training.gradient_compression",
     "cp": "model.context_parallel",
     "tp": "model.sequence_parallel",
     "pp": "training.pipeline_schedule training.pipeline_chunks "
@@ -149,13 +141,12 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:
     if coupling is not None:
         gather = " training.pipeline_gather" if "pp" in sizes else ""
         yield Conflict("", "training.numerics" + gather, coupling)
-    exclusive = "training.sync_gradients_every training.gradient_compression"
+    exclusive = "training.sync_gradients_every"
     if _precision(training).reduces_narrow:
         exclusive += " training.mixed_precision"
         yield Conflict(
             "training.mixed_precision",
-            "training.numerics training.gradient_compression "
-            "training.sync_gradients_every",
+            "training.numerics training.sync_gradients_every",
             ", and gradients are reduced in f32 here",
         )
     if "pp" not in sizes:

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 from tessera.graph.pipelining import Schedule
 from tessera.mesh import Mesh
 from tessera.train.loop.deterministic_numerics import FixedOrder
-from tessera.train.loop.gradient_compression import CompressedExchange
 from tessera.train.loop.optimizers import Schedule as LearningRate
 from tessera.train.loop.pipelined_model import PipelinedModel
 from tessera.train.loop.spikes import SpikeGuard
@@ -37,8 +36,6 @@ class StepConfig:
       zero_stage: What is split over ``dp``, see ``Zero``.
       offload_optimizer: Whether the optimizer's state comes from the memory of the host
         and goes back there; see ``offload``.
-      compression: How gradients are compressed over ``dp``; see ``exchange``.
-      compression_ratio: The fraction of the gradients that ``top_k`` sends.
       schedule: The order of a pipeline over ``pp``, whose microbatches are those of the
         step; None where the mesh has no such axis.
       gathers_once: Whether its stages gather their parameters over ``fsdp`` once in a
@@ -60,8 +57,6 @@ class StepConfig:
     reduces_narrow: bool = False
     zero_stage: int = 0
     offload_optimizer: bool = False
-    compression: str = "none"
-    compression_ratio: float = 0.01
     schedule: Schedule | None = None
     gathers_once: bool = False
     reduction_parts: int | None = None
@@ -86,13 +81,6 @@ class StepConfig:
     def zero(self) -> Zero:
         """The layouts of parameters, gradients and optimizer state."""
         return Zero(self.model, self.mesh, self.zero_stage)
-
-    @cached_property
-    def exchange(self) -> CompressedExchange:
-        """How gradients cross ``dp`` where they are compressed."""
-        return CompressedExchange(
-            self.model, self.mesh, self.compression, self.compression_ratio
-        )
 
     @cached_property
     def fixed_order(self) -> FixedOrder | None:

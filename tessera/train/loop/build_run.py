@@ -99,8 +99,8 @@ class Run:
             world_size=Placement(self.mesh).size("batch"),
         )
         if training.eval_only:  # a state without arrays beside the parameters
-            optimizer, off = optax.identity(), {"offload_optimizer": False}
-            training = replace(training, gradient_compression="none", **off)
+            optimizer = optax.identity()
+            training = replace(training, offload_optimizer=False)
         return StepConfig(
             model=self.model,
             optimizer=optimizer,
@@ -113,13 +113,11 @@ class Run:
             offload_optimizer=training.offload_optimizer,
             schedule=self.schedule,
             gathers_once=training.pipeline_gather == "step",
-            compression=training.gradient_compression,
             reduction_parts=(
                 training.reduction_parts
                 if training.numerics == "deterministic"
                 else None
             ),
-            compression_ratio=training.compression_ratio,
             # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
             loss_chunk=training.loss_chunk if training.numerics == "fast" else "none",
             spikes=self._spike_guard,
@@ -207,7 +205,6 @@ class Run:
         config, guard = self.step_config, self.step_config.spikes
         shapes = replace(
             abstract_state(self.model, config.optimizer, loss_scale=self.loss_scale),
-            residual=config.exchange.abstract_residual,
             spikes=None if guard is None else guard.abstract_window,
         )
         specs = layouts_of_state(config, self.loss_scale)
@@ -228,7 +225,6 @@ class Run:
         whole = NamedSharding(self.mesh.jax, PartitionSpec())
         return {
             "loss_scale": jax.device_put(scale, whole),
-            "residual": self.step_config.exchange.first_residual(),
             "spikes": guard.first_window(self.mesh) if guard else None,
         }
 

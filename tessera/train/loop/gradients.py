@@ -2,11 +2,10 @@
 """The gradients of a step's microbatches, as a composition of transforms.
 
 The innermost function takes the gradient of one microbatch; the others add microbatches
-up, delay the reduction over mesh axes, or replace it:
+up or delay the reduction over mesh axes:
 
 - plain: ``accumulate(microbatch)``
 - ``sync_every``: ``accumulate(reduce(accumulate(unreduced microbatch)))``
-- ``compression``: ``exchange(accumulate(unreduced microbatch))``
 - ``reduction_parts``: ``fixed_order.summed(part)``
 - a pipeline differentiates and accumulates all microbatches by itself.
 """
@@ -26,7 +25,6 @@ from tessera.graph.gradient_primitive import grad
 from tessera.tracing.scope import constrain
 from tessera.train.config.step_config import StepConfig
 from tessera.train.loop.deterministic_numerics import FixedOrder
-from tessera.train.loop.gradient_compression import AXIS
 from tessera.train.models.model import Batch, Sums
 
 # A factor of the loss against underflow in fp16; None is 1.
@@ -39,27 +37,21 @@ def mean_gradients(
     config: StepConfig,
     params: Tree,
     batch: Batch,
-    residual: Tree | None,
     scale: Scale,
     share: Float[Array, ""],
-) -> tuple[Sums, Tree, Tree | None]:
+) -> tuple[Sums, Tree]:
     """Sums and mean gradients over all microbatches.
 
     Args:
       config: The step.
       params: Parameters.
       batch: ``[accumulation, B, S]`` arrays.
-      residual: Gradients that earlier steps have not sent, with ``top_k``.
       scale: Multiplies the losses.
       share: Multiplies the gradients: 1 over the number of targets and over ``scale``.
 
     Returns:
-      The sums times ``scale``, the gradients, and the new residual.
+      The sums times ``scale``, and the gradients.
     """
-    if config.exchange.is_active:
-        sums, own = _microbatches(config, params, batch, scale, unreduced=(AXIS,))
-        own = jax.tree.map(share.__mul__, own)
-        return sums, *config.exchange.exchanged(own, residual)
     if config.pipeline is not None:
         seed = jnp.float32(1.0) if scale is None else scale
         sums, gradients = config.pipeline.gradients(params, batch, seed)
@@ -74,7 +66,7 @@ def mean_gradients(
     else:
         config.zero.declare_gradients(params)
         sums, gradients = _microbatches(config, params, batch, scale)
-    return sums, jax.tree.map(share.__mul__, gradients), residual
+    return sums, jax.tree.map(share.__mul__, gradients)
 
 
 def _microbatches(

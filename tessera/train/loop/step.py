@@ -60,9 +60,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         # the size of the batch.
         scale = None if state.loss_scale is None else state.loss_scale.value / tokens
         share = 1.0 / (tokens if scale is None else tokens * scale)
-        sums, gradients, residual = mean_gradients(
-            config, state.params, batch, state.residual, scale, share
-        )
+        sums, gradients = mean_gradients(config, state.params, batch, scale, share)
         if config.fixed_order is None:
             gradients = config.zero.constrain_shares(gradients)
         else:  # as they are, so that the norm need not gather them
@@ -82,7 +80,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
                 state.spikes, metrics["loss"], norm, finite
             )
             metrics |= scores
-        new = _updated(config, state, gradients, residual, accepted, norm)
+        new = _updated(config, state, gradients, accepted, norm)
         new = replace(new, spikes=spikes)
         if state.loss_scale is not None:
             scale = state.loss_scale.adjust(finite)
@@ -113,7 +111,7 @@ def layouts_of_state(config: StepConfig, loss_scale: LossScale | None) -> TrainS
         zero_stage=config.zero_stage,
     )
     spikes = None if config.spikes is None else config.spikes.specs
-    return replace(specs, residual=config.exchange.residual_specs, spikes=spikes)
+    return replace(specs, spikes=spikes)
 
 
 def make_eval_step(config: StepConfig) -> Function:
@@ -169,7 +167,6 @@ def _updated(
     config: StepConfig,
     state: TrainState,
     gradients: Tree,
-    residual: Tree | None,
     accepted: Bool[Array, ""],
     norm: Float[Array, ""],
 ) -> TrainState:
@@ -188,13 +185,7 @@ def _updated(
     updated = optax.apply_updates(shares, config.zero.constrain_shares(updates))
     old = replace(state, params=model.with_frozen(shares, state.params))
     params = model.with_frozen(updated, state.params)
-    new = replace(
-        old,
-        step=state.step + 1,
-        params=params,
-        optimizer=optimizer,
-        residual=residual,
-    )
+    new = replace(old, step=state.step + 1, params=params, optimizer=optimizer)
     return jax.tree.map(partial(jnp.where, accepted), new, old)
 
 

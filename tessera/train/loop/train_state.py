@@ -21,7 +21,7 @@ from tessera.train.models.model import Model
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "optimizer", "loss_scale", "residual", "spikes"],
+    data_fields=["step", "params", "optimizer", "loss_scale", "spikes"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ class TrainState:
       params: The model's parameters, f32.
       optimizer: The state of the Optax transformation.
       loss_scale: The dynamic loss scale of fp16, or None.
-      residual: Gradients that devices have not sent yet, or None; see
-        ``CompressedExchange``.
       spikes: Numbers of the last steps, which new ones are compared with, or None.
     """
 
@@ -42,7 +40,6 @@ class TrainState:
     params: Tree
     optimizer: Tree
     loss_scale: LossScale | None = None
-    residual: Tree | None = None
     spikes: SpikeWindow | None = None
 
 

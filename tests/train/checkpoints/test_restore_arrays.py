@@ -13,6 +13,7 @@ import pytest
 from tessera.errors import CheckpointMismatchError
 from tessera.foundations.tree import named_leaves
 from tessera.train.checkpoints.checkpoint_folder import Checkpoint, read_checkpoint
+from tessera.train.checkpoints.metadata import Stored
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.data.cursor import Cursor
@@ -124,56 +125,42 @@ def test_factored_moments_are_regrouped_too(run_of, filled, tmp_path):
     assert_same(plain(jobs[2], state), expected)
 
 
-# --- what devices still owe
-
-
-def test_what_devices_owe_stays_theirs_on_as_many_devices(run_of, filled, tmp_path):
-    job = run_of(dp=2, gradient_compression="top_k")
-    state = filled(job)
-    got = restore(save(job, state, tmp_path), job)
-    assert_same(plain(job, got), plain(job, state))
-
-
-def test_what_devices_owe_together_stays_the_same_on_others(run_of, filled, tmp_path):
-    before = run_of(dp=2, gradient_compression="top_k")
-    after = run_of(dp=4, gradient_compression="top_k")
-    state = filled(before)
-    checkpoint = save(before, state, tmp_path)
-    got = restore(checkpoint, after)
-    for owed, now in zip(
-        jax.tree.leaves(state.residual), jax.tree.leaves(got.residual), strict=True
-    ):
-        assert now.shape == (4, *owed.shape[1:])
-        np.testing.assert_allclose(
-            np.asarray(now).sum(0), np.asarray(owed).sum(0), rtol=1e-5, atol=1e-6
-        )
-    (note,) = Restoration(checkpoint.metadata, after).notes()
-    assert "another number of devices along dp" in note
+# --- optional parts
 
 
 def test_optional_parts_begin_fresh_or_are_given_up_and_it_is_said(
     run_of, filled, tmp_path
 ):
     plain_job = run_of(dp=2)
-    scaled = run_of(dp=2, mixed_precision="fp16", gradient_compression="top_k")
+    scaled = run_of(dp=2, mixed_precision="fp16")
     checkpoint = save(plain_job, filled(plain_job), tmp_path / "a")
     state = restore(checkpoint, scaled)
     assert jax.tree.leaves(state.loss_scale) == jax.tree.leaves(scaled.loss_scale)
     assert jax.tree.leaves(state.loss_scale)
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state.residual))
     assert Restoration(checkpoint.metadata, scaled).notes() == [
         "the checkpoint has no loss_scale, which training.mixed_precision needs: it is "
         "initialized",
-        "the checkpoint has no residual, which training.gradient_compression needs: it "
-        "is initialized",
     ]
     back = save(scaled, state, tmp_path / "b")
-    assert restore(back, plain_job).residual is None
+    assert restore(back, plain_job).loss_scale is None
     assert Restoration(back.metadata, plain_job).notes() == [
         "training.mixed_precision does not use the checkpoint's loss_scale: it is "
         "dropped",
-        "training.gradient_compression does not use the checkpoint's residual: it is "
-        "dropped",
+    ]
+
+
+def test_what_compression_had_not_sent_is_dropped_and_it_is_said(
+    run_of, filled, tmp_path
+):
+    """Of a checkpoint of a version that compressed gradients."""
+    job = run_of(dp=2)
+    metadata = save(job, filled(job), tmp_path).metadata
+    residual = {"residual/w": Stored((2, 4), "float32", (("dp",), ()))}
+    older = dataclasses.replace(metadata, arrays={**metadata.arrays, **residual})
+    restoration = Restoration(older, job)
+    assert not restoration.differences()
+    assert restoration.notes() == [
+        "this version of Tessera does not use the checkpoint's residual: it is dropped"
     ]
 
 

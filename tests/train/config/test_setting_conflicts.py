@@ -26,10 +26,6 @@ NARROW = "training.mixed_precision={computation: bf16, reduction: bf16}"
         ),
         (("training.numerics=deterministic",), "training.numerics"),
         (
-            ("training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"),
-            "training.gradient_compression",
-        ),
-        (
             (
                 "training.gradient_accumulation_steps=2",
                 "training.sync_gradients_every=2",

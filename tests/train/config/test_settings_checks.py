@@ -254,42 +254,6 @@ def test_a_microbatch_is_counted_for_each_data_parallel_group(axes, groups):
     assert given.rows_per_step(mesh) == 15 * groups
 
 
-@pytest.mark.parametrize(
-    ("mesh", "training", "got"),
-    [
-        (
-            ((4, 2), ("fsdp", "tp")),
-            {},
-            "model.mesh_shape=[[4,2],[fsdp,tp]] has no axis dp",
-        ),
-        (
-            ((8,), ("dp",)),
-            {"gradient_accumulation_steps": 4, "sync_gradients_every": 2},
-            "training.sync_gradients_every=2, while compressed gradients cross dp once "
-            "in a step",
-        ),
-        (
-            ((8,), ("dp",)),
-            {"zero_stage": 2},
-            "training.zero_stage=2 splits gradients over dp, which have to be whole "
-            "on each device for this",
-        ),
-    ],
-)
-def test_what_cannot_be_compressed_is_refused(mesh, training, got):
-    wanted = settings(mesh_shape=mesh, gradient_compression="int8", **training)
-    (error,) = check(wanted)
-    assert error.code == "T507"
-    assert error.got == f"training.gradient_compression=int8; {got}"
-    assert error.fix.startswith("leave it out, or change ")
-
-
-def test_a_ratio_without_top_k_is_refused():
-    (error,) = check(settings(compression_ratio=0.1))
-    assert error.code == "T507"
-    assert error.fix.endswith("training.gradient_compression")
-
-
 # --- memory
 
 

@@ -28,7 +28,7 @@ MISTAKES = {
     "training.pipeline_chunks=2": "T507",
     "training.numerics=deterministic training.reduction_parts=3": "T502",
     "training.numerics=deterministic model.mesh_shape=[[9],[dp]]": "T507",
-    "training.gradient_compression=int8": "T507",
+    "training.gradient_compression=int8": "T501",
     "training.micro_batch_size=1048576 training.sequence_length=16777216 "
     "model.vocab_size=268435456 model.mesh_shape=[[1024],[dp]]": "T503",
     "model.mesh_shape=[[4,2],[fdsp,tp]]": "T103",

@@ -54,9 +54,9 @@ def evaluated(path):
 def test_the_losses_are_those_of_the_validation_after_the_step(tmp_path, mixture):
     """Of a checkpoint with state that is dropped, on other meshes, of its export."""
     command = [*SMALL, *mixture, "optimizer.learning_rate=0.1", "training.steps=3"]
-    fp16, top_k = "mixed_precision=fp16", "gradient_compression=top_k"
+    fp16 = "mixed_precision=fp16"
     trained, meshes = tmp_path / "trained", ("[[2],[dp]]", "[[1,2],[fsdp,tp]]")
-    options = f"training.{top_k}", f"training.{fp16}", f"hydra.run.dir={trained}"
+    options = f"training.{fp16}", f"hydra.run.dir={trained}"
     assert main([*command, *options, f"model.mesh_shape={meshes[0]}"]) == 0
     *steps, expected = map(
         json.loads, (trained / "metrics.jsonl").read_text().splitlines()
@@ -193,8 +193,8 @@ def test_no_array_is_made_beside_the_parameters(optimizer):
     config = composed(
         *SMALL,
         *(f"optimizer={optimizer}", "training.offload_optimizer=true"),
-        *("training.gradient_compression=top_k", "model.mesh_shape=[[2],[dp]]"),
-        *("training.eval_only=true", "training.init_from=w.safetensors"),
+        *("model.mesh_shape=[[2],[dp]]", "training.eval_only=true"),
+        "training.init_from=w.safetensors",
     ).config
     state = Run(config, Mesh.from_shape(config.model.mesh_shape)).abstract_state
     assert jax.tree.leaves(state)[1:] == jax.tree.leaves(state.params)

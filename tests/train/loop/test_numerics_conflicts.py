@@ -115,7 +115,6 @@ def test_optimizers_that_follow_the_mesh_are_refused(optimizer):
 @pytest.mark.parametrize(
     "training",
     [
-        {"gradient_compression": "int8"},
         {"loss_chunk": 6},
         {"sync_gradients_every": 2, "gradient_accumulation_steps": 2},
     ],

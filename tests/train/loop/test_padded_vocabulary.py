@@ -63,20 +63,11 @@ def test_the_arrays_of_a_checkpoint_are_those_of_every_mesh():
         (((2, 2), ("fsdp", "tp")), {"micro_batch_size": 4, "mixed_precision": "bf16"}),
         (((2, 2), ("cp", "tp")), {"micro_batch_size": 8, "sequence_length": 16}),
         (((2, 2), ("dp", "tp")), {"micro_batch_size": 4, "loss_chunk": "none"}),
-        (
-            ((2, 2), ("dp", "tp")),
-            {"micro_batch_size": 4, "gradient_compression": "bf16"},
-        ),
-        (
-            ((2, 2, 2), ("dp", "fsdp", "tp")),
-            {"micro_batch_size": 2, "gradient_compression": "bf16"},
-        ),
     ],
     ids=str,
 )
 def test_a_run_has_the_losses_of_one_device(tmp_path, mesh, changed):
-    is_narrow = {"gradient_compression", "mixed_precision"} & {*changed}
-    tolerance = 5e-3 if is_narrow else 2e-5
+    tolerance = 5e-3 if "mixed_precision" in changed else 2e-5
     expected = train(run_of(settings(ONE, micro_batch_size=8)), tmp_path / "one")
     ran = train(run_of(settings(mesh, **changed)), tmp_path / "mesh")
     assert losses(ran) == pytest.approx(losses(expected), rel=tolerance)

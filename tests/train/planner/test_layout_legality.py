@@ -20,7 +20,6 @@ def legality(*words: str) -> Legality:
     return Legality(compose([*WORDS, *words], configs_dir()).config)
 
 
-INT8 = "training.gradient_compression=int8", "model.mesh_shape=[[2],[dp]]"
 FSDP = Layout((("fsdp", 4),), 8, 1)
 FINE = (
     *("training.numerics=deterministic", "training.reduction_parts=16"),
@@ -65,17 +64,6 @@ def test_a_layout_is_rejected_by_the_checks_of_a_run(layout, code):
             ("training.numerics=deterministic",),
             replace(FSDP, mesh=(("fsdp", 4), ("tp", 4))),
             "T507",  # 16 devices share 8 parts
-        ),
-        (INT8, FSDP, "T507"),
-        (
-            INT8,
-            replace(FSDP, mesh=(("dp", 4),)),
-            None,
-        ),
-        (
-            INT8,
-            replace(FSDP, mesh=(("dp", 4),), zero_stage=2),
-            "T507",
         ),
     ],
 )
