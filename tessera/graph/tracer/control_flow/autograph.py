@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from tessera.errors import ControlFlowError
+from tessera.graph.tracer.control_flow import converted_calls, printing
 from tessera.graph.tracer.control_flow.conversion_state import (
     NEEDS_VALUE,
     Conversion,
     open_conversion,
 )
-from tessera.graph.tracer.control_flow.converted_calls import as_callback
 from tessera.graph.tracer.control_flow.user_code import (
     is_user_code,
     line_of,
@@ -30,6 +30,9 @@ _Result = TypeVar("_Result")
 
 # What NumPy and JAX raise where Python asks for the truth of several.
 _AMBIGUOUS = "The truth value of an array with more than one element is ambiguous"
+
+# Converted code calls ``str`` and other functions from here.
+_CALLERS = (converted_calls.__file__, printing.__file__)
 
 # Functions that were converted before: they need not be traced as they are.
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -81,7 +84,7 @@ def conversion_context(conversion: Conversion | None) -> Iterator[None]:
     """Convert the functions that are called inside, or none of them."""
     token = open_conversion.set(conversion)
     try:
-        with scope.calling(None if conversion is None else as_callback):
+        with scope.calling(None if conversion is None else converted_calls.as_callback):
             yield
     finally:
         open_conversion.reset(token)
@@ -94,8 +97,10 @@ def _requests_recorded(found: list[str]) -> Iterator[None]:
     JAX answers with an exception, which the user's code may catch, or a description.
     """
 
-    def note(frame: FrameType) -> None:
-        if is_user_code(frame.f_code, frame.f_globals):
+    def note(frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename in _CALLERS:
+            frame = frame.f_back
+        if frame is not None and is_user_code(frame.f_code, frame.f_globals):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     with traces.values_watched(note):

@@ -251,7 +251,7 @@ def only_own_changed(function: Any, given: list[Any]) -> Iterator[dict[int, Any]
         yield objects
     finally:
         conversion.visible = before
-        name = getattr(function, "__qualname__", repr(function))
         for value, held in snapshots:
             if restored(value, held):
+                name = getattr(function, "__qualname__", repr(function))
                 raise change_error(value, f"what {name}() is given is changed")

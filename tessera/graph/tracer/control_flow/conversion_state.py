@@ -81,7 +81,9 @@ class Conversion:
         if self._refusal is not None and self._refusal is not but:
             raise self._refusal
         if but is None and self.value_requests:
-            raise self.value_error(self.value_requests[0], "an error that was caught")
+            raise self.value_error(
+                self.value_requests[0], "its number or its text, outside of `print`"
+            )
 
     def value_error(self, where: str, got: str) -> ControlFlowError:
         """The error [T319] for Python code that needs the number of a traced value."""
@@ -93,6 +95,7 @@ class Conversion:
             got=got + runs_plainly,
             fix="use `if`, `while` or `for` in a function that is defined in a file, "
             "or jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+            "to show values, write the f-string as an argument of `print`\n"
             "a Python value stays one unless a transformation of JAX takes it as an "
             "argument: close over it, or use functools.partial",
         )

@@ -90,6 +90,13 @@ def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return made(*bound, *args, **kwargs)
 
 
+def _print_call(function: Any, /, *values: Any, **options: Any) -> Any:
+    """A call of what the code calls ``print``."""
+    if function is not print:
+        values = tuple(map(printing.known_text, values))
+    return converted_call(function, *values, **options)
+
+
 def _library_call(
     function: Any, target: FunctionType | None, args: Any, kwargs: Any
 ) -> Any:
@@ -131,11 +138,11 @@ def _require_traceable(
     conversion = current()
     if conversion is None or not conversion.blocks:
         return
-    name = getattr(function, "__qualname__", repr(function))
     if target is not None and not target.__name__.startswith("__"):
+        name = target.__qualname__
         use = f"{name}() runs as it is: {conversion.failures.get(name, 'no source')}"
     elif any(map(_is_stateful, (function, *values))) or function is input:
-        use = f"a call of {name}()"
+        use = f"a call of {getattr(function, '__qualname__', repr(function))}()"
     else:
         return
     raise ControlFlowError(
@@ -178,12 +185,8 @@ def _checked(assign: Callable[..., None]) -> Callable[..., None]:
 
 def _builtin(function: Any) -> Callable[..., Any] | None:
     """The replacement of a built-in function that takes traced values, if any."""
-    if function is print:
-        return printing.print_
     if not (inspect.isbuiltin(function) or isinstance(function, type)):
         return None
-    if isinstance(getattr(function, "__self__", None), str):
-        return functools.partial(printing.method_of_text, function)
     return _BUILTINS.get(function)
 
 
@@ -222,7 +225,6 @@ def _quantifier(
 
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
-    str: printing.str_,
     range: loops.range_,
     type: type,  # the class of an object is not new
     int: _number(int),
@@ -268,7 +270,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "not_": branches.not_,
     "while_stmt": loops.while_stmt,
     "for_stmt": loops.for_stmt,
-    "format_string": printing.format_string,
+    "print_call": _print_call,
+    "printed_text": printing.printed_text,
 }
 # The operators that converted code calls for statements and expressions.
 OPERATORS = SimpleNamespace(

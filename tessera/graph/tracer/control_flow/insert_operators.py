@@ -242,24 +242,14 @@ class InsertOperators(ast.NodeTransformer):
             return node
         attribute = getattr(node.func, "attr", "")
         self.generic_visit(node)
+        operator = "call"
+        if name == "print":
+            operator, node.args = "print_call", [_printed_text(a) for a in node.args]
         if name in ("breakpoint", "globals") or attribute == "set_trace":
             return node
-        call: Any = _operator("call", node, node.func, *node.args)
+        call: Any = _operator(operator, node, node.func, *node.args)
         call.keywords = node.keywords
         return call
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """An f-string, whose values may be known only when the program runs."""
-        self.generic_visit(node)
-        parts: list[ast.expr] = []
-        for part in node.values:
-            if isinstance(part, ast.FormattedValue):
-                conversion = chr(part.conversion) if part.conversion > 0 else ""
-                spec = part.format_spec or ast.Constant("")
-                values = [part.value, ast.Constant(conversion), spec]
-                part = ast.Tuple(values, ast.Load())
-            parts.append(part)
-        return _operator("format_string", node, *parts)
 
 
 # --- pieces of syntax trees
@@ -300,6 +290,21 @@ def _identity(node: ast.Compare) -> ast.expr:
 def _at(made: Any, node: ast.AST) -> Any:
     """A node with the source location of another one."""
     return ast.copy_location(made, node)
+
+
+def _printed_text(node: ast.expr) -> ast.expr:
+    """An argument of ``print``: an f-string may have values of the program in it."""
+    if not isinstance(node, ast.JoinedStr):
+        return node
+    parts: list[ast.expr] = []
+    for part in node.values:
+        if isinstance(part, ast.FormattedValue):
+            conversion = chr(part.conversion) if part.conversion > 0 else ""
+            spec = part.format_spec or ast.Constant("")
+            values = [part.value, ast.Constant(conversion), spec]
+            part = ast.Tuple(values, ast.Load())
+        parts.append(part)
+    return _operator("printed_text", node, *parts)
 
 
 def _thunk(value: ast.expr) -> ast.expr:
