@@ -95,6 +95,8 @@ class Conversion:
             got=got + runs_plainly,
             fix="use `if`, `while` or `for` in a function that is defined in a file, "
             "or jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+            "for `a < b < c`, max, min, any, all, int and float write `a < b and "
+            "b < c`, jnp.maximum, jnp.minimum, jnp.any, jnp.all and x.astype\n"
             "to show values, write the f-string as an argument of `print`\n"
             "a Python value stays one unless a transformation of JAX takes it as an "
             "argument: close over it, or use functools.partial",

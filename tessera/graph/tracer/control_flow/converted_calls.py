@@ -13,7 +13,6 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tessera.errors import BranchError, ControlFlowError
 from tessera.graph.tracer.control_flow import (
@@ -32,7 +31,7 @@ from tessera.graph.tracer.control_flow.user_code import (
     target_of,
     user_line,
 )
-from tessera.jax_compat import jaxprs, traces
+from tessera.jax_compat import jaxprs
 
 # --- what converted functions do besides control flow
 
@@ -190,50 +189,10 @@ def _builtin(function: Any) -> Callable[..., Any] | None:
     return _BUILTINS.get(function)
 
 
-def _number(kind: type) -> Callable[..., Any]:
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], jaxprs.Tracer) and args[0].ndim == 0:
-            return traces.as_number(args[0], kind)
-        return kind(*args, **kwargs)
-
-    return cast
-
-
-def _extreme(
-    function: Callable[..., Any], pair: Callable[..., Any]
-) -> Callable[..., Any]:
-    def extreme(*args: Any, **kwargs: Any) -> Any:
-        values = args if len(args) > 1 else tuple(args[0]) if args else ()
-        if kwargs or not any(isinstance(value, jaxprs.Tracer) for value in values):
-            return function(*args, **kwargs)
-        return functools.reduce(pair, values)
-
-    return extreme
-
-
-def _quantifier(
-    function: Callable[..., Any], pair: Callable[..., Any]
-) -> Callable[..., Any]:
-    def over(values: Any) -> Any:
-        values = list(values)
-        if not any(isinstance(value, jaxprs.Tracer) for value in values):
-            return function(values)
-        return functools.reduce(lambda a, b: pair(a, lambda: b), values)
-
-    return over
-
-
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
     range: loops.range_,
     type: type,  # the class of an object is not new
-    int: _number(int),
-    float: _number(float),
-    bool: _number(bool),
-    max: _extreme(max, jnp.maximum),
-    min: _extreme(min, jnp.minimum),
-    all: _quantifier(all, branches.and_),
-    any: _quantifier(any, branches.or_),
     setattr: _checked(setattr),
     delattr: _checked(delattr),
 }

@@ -135,13 +135,6 @@ class InsertOperators(ast.NodeTransformer):
         node.body = self._block(node.body)
         return node
 
-    def visit_Delete(self, node: ast.Delete) -> list[ast.stmt]:
-        """``del`` reads a variable without naming it in an expression."""
-        names = [each.id for each in node.targets if isinstance(each, ast.Name)]
-        loads = [f"{PREFIX}.load({name}, {name!r})" for name in names]
-        statement: Any = self.generic_visit(node)
-        return [*parse_at("\n".join(loads), node), statement]
-
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         """A function inside is left as it is: it is converted when it is called."""
         return node
@@ -209,24 +202,9 @@ class InsertOperators(ast.NodeTransformer):
         return _operator("if_exp", node, self.visit(node.test), *thunks)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """``a < b < c`` evaluates ``b`` once, and ``c`` only if ``a < b``."""
-        if len(node.ops) == 1:
-            self.generic_visit(node)
-            return _identity(node)
-        if _assigns(node.comparators[1:]):
-            return self.generic_visit(node)
-        self._count += 1
-        names = [f"{PREFIX}{side}_{self._count}" for side in ("left", "right")]
-        left, right = (ast.Name(name, ast.Load()) for name in names)
-        first = ast.Compare(left, node.ops[:1], [right])
-        rest = ast.Compare(right, node.ops[1:], node.comparators[1:])
-        both = _at(ast.BoolOp(ast.And(), [_at(first, node), _at(rest, node)]), node)
-        two = [ast.arg(name) for name in names]
-        function = ast.Lambda(
-            ast.arguments([], two, None, [], [], None, []), self.visit(both)
-        )
-        values = [self.visit(node.left), self.visit(node.comparators[0])]
-        return _at(ast.Call(function, values, []), node)
+        """``a is b``; the parts of ``a < b < c`` are decided by Python."""
+        self.generic_visit(node)
+        return _identity(node) if len(node.ops) == 1 else node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """A call, which may be of a function that has to be converted."""

@@ -93,6 +93,8 @@ def test_a_filter_of_a_comprehension_cannot_be_converted():
         "  got: in: return [value for value in x if value > 1]  # here\n"
         "  fix: use `if`, `while` or `for` in a function that is defined in a file, or "
         "jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+        "  fix: for `a < b < c`, max, min, any, all, int and float write `a < b and "
+        "b < c`, jnp.maximum, jnp.minimum, jnp.any, jnp.all and x.astype\n"
         "  fix: to show values, write the f-string as an argument of `print`\n"
         "  fix: a Python value stays one unless a transformation of JAX takes it as an "
         "argument: close over it, or use functools.partial\n"

@@ -111,7 +111,7 @@ def test_conditions_of_several_parts():
     def function(x, y, z):
         a = x > 1 and y > 1
         b = x > 1 or not y > 1
-        c = 0 < x < 2
+        c = x > 0 and x < 2
         d = z is not None and x > z
         return a, b, c, d
 
@@ -244,23 +244,42 @@ def test_an_assignment_expression_in_conditions_and_branches():
     np.testing.assert_array_equal(function(X, NO)[1], X * 2)
 
 
-def test_max_min_any_all_and_casts_of_traced_numbers():
-    @ts.function
-    def function(x, y):
-        both = all([x > 0, y > 0])
-        one = any(v > 2 for v in (x, y))
-        return max(x, y, 1.0), min(x, y), both, one, int(y), bool(x), float(int(y))
+DECIDED_BY_PYTHON = {
+    "a chain of comparisons": lambda x: 0 < x < 1,
+    "max": lambda x: max(x, 1.0),
+    "min": lambda x: min([x, 1.0]),
+    "any": lambda x: any(v > 2 for v in (x, x)),
+    "all": lambda x: all([x > 0]),
+    "int": int,
+    "float": float,
+    "bool": bool,
+}
 
-    found = function(jnp.float32(0.5), jnp.float32(2.9))
-    assert [v.item() for v in found[:5]] == [
-        np.float32(2.9),
-        0.5,
-        True,
-        True,
-        2,
-    ]
-    assert found[5].dtype == jnp.bool_
-    assert found[6].dtype == jnp.float32
+
+@pytest.mark.parametrize("use", DECIDED_BY_PYTHON.values(), ids=DECIDED_BY_PYTHON)
+@pytest.mark.parametrize("error", [ValueError, Exception])
+def test_what_python_decides_by_itself_is_refused(use, error):
+    @ts.function
+    def function(x):
+        y = x if x > 0 else -x
+        try:
+            return use(y)
+        except error:
+            return y
+
+    with pytest.raises(ControlFlowError, match="Python needs a value at") as caught:
+        function(jnp.float32(0.5))
+    assert "jnp.maximum, jnp.minimum, jnp.any, jnp.all and x.astype" in caught.value.fix
+
+
+def test_what_python_decides_by_itself_is_python_without_traced_values():
+    @ts.function
+    def function(x, n):
+        found = 0 < n < 3, 0 < n <= 1 < n, max(n, 1), min([n, 1], default=4), any([n])
+        return x if x > 0 else -x, (*found, all([]), int("7"), float(n), bool(n))
+
+    expected = (True, False, 2, 1, True, True, 7, 2.0, True)
+    assert function(jnp.float32(1), 2)[1] == expected
 
 
 def test_numbers_of_python_take_the_dtype_of_the_other_side():
