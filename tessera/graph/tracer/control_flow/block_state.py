@@ -6,29 +6,52 @@ comparing this state before and after, and is then undone: the outputs of the
 traced program take its place.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
-from tessera.graph.tracer.control_flow.changeable_objects import (
-    change_error,
-    foreign_parts,
-)
+import jax
+
 from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.lower_jumps import FLAG, display_name
-from tessera.graph.tracer.control_flow.object_content import (
+from tessera.graph.tracer.control_flow.own_objects import (
     ABSENT,
+    TREES,
     VALUE,
-    Tree,
+    change_error,
     content,
     differences,
-    entry_name,
-    fill,
-    flattened,
     is_compared,
+    is_iterator,
+    restore,
 )
 
 Contents = list[dict[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A value as it is at the end of a block, flattened.
+
+    Attributes:
+      value: The value, whose content may be undone since.
+      leaves: Its leaves.
+      paths: Where they are, as messages write it: ``['loss']``.
+      structure: JAX's tree definition.
+    """
+
+    value: Any
+    leaves: Sequence[Any]
+    paths: Sequence[str]
+    structure: Any
+
+
+def flattened(value: Any) -> Tree:
+    """A value as it is now."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_iterator)
+    paths = [jax.tree_util.keystr(path) for path, _ in pairs]
+    return Tree(value, [leaf for _, leaf in pairs], paths, structure)
 
 
 class Key(NamedTuple):
@@ -44,7 +67,7 @@ class Key(NamedTuple):
 
 
 class State:
-    """The variables of a block, and the objects that the call has made before it.
+    """The variables of a block, and what the call has made before it.
 
     Attributes:
       flags: Variables that tell whether a jump was taken.
@@ -71,19 +94,20 @@ class State:
         self._names = [name for name, _ in named.values()]
         flags = (n for n, name in enumerate(self._names) if name == FLAG)
         self.flags = [Key(number, VALUE) for number in flags]
-        objects = [value for value in own if is_compared(value)]
-        self._targets = [*(cell for _, cell in named.values()), *objects]
+        trees = [value for value in own if isinstance(value, TREES)]
+        self._targets = [*(cell for _, cell in named.values()), *trees]
         self._ids = {id(target) for target in self._targets}
-        self._foreign = [(value, content(value)) for value in foreign_parts(objects)]
+        others = [v for v in own if is_compared(v) and not isinstance(v, TREES)]
+        self._others = [(value, content(value)) for value in others]
 
     def read(self) -> Contents:
-        """What every variable and object holds."""
+        """What every variable, dict and list holds."""
         return [content(target) for target in self._targets]
 
     def write(self, contents: Contents) -> None:
-        """Set what every variable and object holds."""
+        """Set what every variable, dict and list holds."""
         for target, held in zip(self._targets, contents, strict=True):
-            fill(target, held)
+            restore(target, held)
 
     def value(self, contents: Contents, key: Key) -> Any:
         """The value of a variable or an entry; ``ABSENT`` if it has none."""
@@ -114,15 +138,14 @@ class State:
         self.write(now)
         return found
 
-    def require_foreign_unchanged(self, what: str) -> None:
-        """Raise [T319] where a library has changed an object that it keeps."""
-        for value, held in self._foreign:
+    def require_others_unchanged(self, what: str) -> None:
+        """Raise [T319] where code that is not converted has changed another object."""
+        for value, held in self._others:
             if differences(held, content(value)):
-                fill(value, held)
                 raise change_error(value, f"an object in {what} is changed")
 
     def holds(self, target: Any) -> bool:
-        """Whether an object is one of those that the call has made before the block."""
+        """Whether it is a dict or list that the call has made before the block."""
         return id(target) in self._ids
 
     def is_variable(self, key: Key) -> bool:
@@ -138,8 +161,13 @@ class State:
             holder = waiting.pop(0)
             for entry, value in content(holder).items():
                 if id(value) not in names:
-                    names[id(value)] = names[id(holder)] + entry_name(holder, entry)
+                    names[id(value)] = names[id(holder)] + _entry_name(holder, entry)
                     if self.holds(value):
                         waiting.append(value)
         owner = names.get(id(target), f"a {type(target).__name__}")
-        return owner + entry_name(target, key.entry)
+        return owner + _entry_name(target, key.entry)
+
+
+def _entry_name(target: Any, entry: Any) -> str:
+    """How code writes an entry, after the name of what holds it."""
+    return "" if isinstance(target, CellType) else f"[{entry!r}]"

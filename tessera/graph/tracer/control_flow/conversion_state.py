@@ -31,7 +31,6 @@ class Conversion:
       package: The top-level package of the function that is traced.
       own: What the call has made or was given, by id, and how many blocks were being
         traced then. Nothing else may be changed.
-      fresh: Ids of iterators that only the expression that made them refers to.
       visible: Ids of the objects that the function of JAX being called was given: what
         else it hands to a user's function is new. None in the user's code.
       callbacks: What libraries are given in place of the user's functions.
@@ -42,7 +41,6 @@ class Conversion:
 
     package: str
     own: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    fresh: set[int] = field(default_factory=set)
     visible: frozenset[int] | None = frozenset()
     callbacks: dict[Any, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -64,7 +62,6 @@ class Conversion:
         finally:
             for key in [k for k, (_, at) in self.own.items() if at == self.blocks]:
                 del self.own[key]
-                self.fresh.discard(key)
             self.blocks -= 1
 
     def refuse(self, error: BaseException) -> None:

@@ -17,14 +17,13 @@ import jax
 from tessera.errors import BranchError, ControlFlowError
 from tessera.graph.tracer.control_flow import (
     branches,
-    changeable_objects,
     loops,
+    own_objects,
     printing,
 )
 from tessera.graph.tracer.control_flow.absent_values import NotReturned
 from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.function_source import Unconvertible
-from tessera.graph.tracer.control_flow.object_content import CONTAINERS
 from tessera.graph.tracer.control_flow.source_conversion import convert
 from tessera.graph.tracer.control_flow.user_code import (
     is_user_function,
@@ -53,7 +52,7 @@ def _returned(value: Any, returned: Any) -> Any:
 def _is(first: Any, second: Any) -> bool:
     """``first is second``; refused for what a merge point may have replaced."""
     is_alike = isinstance(first, jax.Array) and isinstance(second, jax.Array)
-    if isinstance(first, (tuple, *CONTAINERS)):
+    if isinstance(first, (tuple, *own_objects.CONTAINERS)):
         is_alike = type(first) is type(second)
     if first is not second and is_alike and current() is not None:
         raise ControlFlowError(
@@ -75,11 +74,8 @@ def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         return builtin(*args, **kwargs)
     if _has_plain_constructor(function):
         new = object.__new__(function)
-        changeable_objects.adopt_result(new, function, {})
+        own_objects.adopt_result(new, function, {})
         converted_call(function.__init__, new, *args, **kwargs)
-        if converted(function.__init__) is None:  # of a dataclass
-            known = changeable_objects.parts_of((*args, *kwargs.values()))
-            changeable_objects.adopt_result(new, function, known)
         return new
     target, bound = target_of(function)
     made = None if target is None else converted(target)
@@ -103,10 +99,10 @@ def _library_call(
     _require_traceable(function, target, (*args, *kwargs.values()))
     owner = getattr(function, "__self__", None)
     given = [None if isinstance(owner, ModuleType) else owner, *args, *kwargs.values()]
-    with changeable_objects.only_own_changed(function, given) as known:
+    with own_objects.only_own_changed(function, given) as objects:
         named = {name: _callback(value) for name, value in kwargs.items()}
         result = function(*map(_callback, args), **named)
-    changeable_objects.adopt_result(result, function, known)
+    own_objects.adopt_result(result, function, objects)
     return result
 
 
@@ -177,7 +173,7 @@ def _has_plain_constructor(function: Any) -> bool:
 
 def _checked(assign: Callable[..., None]) -> Callable[..., None]:
     def assign_checked(value: Any, *rest: Any) -> None:
-        assign(changeable_objects.written(value, f"a {type(value).__name__}"), *rest)
+        assign(own_objects.written(value, f"a {type(value).__name__}"), *rest)
 
     return assign_checked
 
@@ -217,10 +213,10 @@ def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "call": converted_call,
     "returned": _returned,
-    "load": changeable_objects.load,
-    "made": changeable_objects.made,
-    "written": changeable_objects.written,
-    "in_place": changeable_objects.in_place,
+    "load": own_objects.load,
+    "made": own_objects.made,
+    "written": own_objects.written,
+    "in_place": own_objects.in_place,
     "is_": _is,
     "if_stmt": branches.if_stmt,
     "if_exp": branches.if_exp,
@@ -268,7 +264,7 @@ def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with changeable_objects.arguments_adopted(*args, *kwargs.values()):
+        with own_objects.arguments_adopted(*args, *kwargs.values()):
             return converted_call(function, *args, **kwargs)
 
     return run
@@ -279,7 +275,7 @@ def _callback(value: Any) -> Any:
 
     JAX finds its programs by the function, so that is one object for each.
     """
-    if inspect.isbuiltin(value) and isinstance(value.__self__, CONTAINERS):
+    if inspect.isbuiltin(value) and isinstance(value.__self__, own_objects.CONTAINERS):
         return functools.partial(converted_call, value)  # may change its container
     if not isinstance(value, (FunctionType, MethodType, functools.partial)):
         return value

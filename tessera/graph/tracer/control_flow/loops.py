@@ -18,7 +18,6 @@ from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.absent_values import Unusable
 from tessera.graph.tracer.control_flow.block_state import Key, State
 from tessera.graph.tracer.control_flow.branches import choose
-from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.merge_points import (
     Merge,
     Merged,
@@ -26,7 +25,7 @@ from tessera.graph.tracer.control_flow.merge_points import (
     describe,
     filled,
 )
-from tessera.graph.tracer.control_flow.object_content import (
+from tessera.graph.tracer.control_flow.own_objects import (
     ABSENT,
     VALUE,
     is_iterator,
@@ -86,9 +85,7 @@ def for_stmt(
 
 def _require_list(iterated: Any) -> None:
     """Refuse a traced ``break`` out of an iterator: what is left would depend on it."""
-    conversion = current()
-    is_fresh = conversion is not None and id(iterated) in conversion.fresh
-    if is_iterator(iterated) and not is_fresh:
+    if is_iterator(iterated):
         raise ControlFlowError(
             f"an iterator is left by a `break` or `return` at {user_line()}, "
             "which is only known when the program runs",

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 
 from tessera.errors import BranchError
 from tessera.graph.tracer.control_flow.absent_values import NotReturned, Unusable
-from tessera.graph.tracer.control_flow.block_state import Key, State
-from tessera.graph.tracer.control_flow.changeable_objects import mutable_objects
+from tessera.graph.tracer.control_flow.block_state import Key, State, Tree
 from tessera.graph.tracer.control_flow.conversion_state import current
-from tessera.graph.tracer.control_flow.object_content import (
+from tessera.graph.tracer.control_flow.own_objects import (
     ABSENT,
-    Tree,
     is_compared,
+    mutable_objects,
 )
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.graph.tracer.declared_layouts import is_number

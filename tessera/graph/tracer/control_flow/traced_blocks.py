@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import ControlFlowError, TesseraError
-from tessera.graph.tracer.control_flow.block_state import Contents, Key, State
+from tessera.graph.tracer.control_flow.block_state import (
+    Contents,
+    Key,
+    State,
+    flattened,
+)
 from tessera.graph.tracer.control_flow.conversion_state import (
     NEEDS_VALUE,
     current,
@@ -19,7 +24,6 @@ from tessera.graph.tracer.control_flow.merge_points import (
     SCALARS,
     describe,
 )
-from tessera.graph.tracer.control_flow.object_content import flattened
 from tessera.graph.tracer.control_flow.user_code import line_of, user_line
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.jax_compat import jaxprs
@@ -71,7 +75,7 @@ def traced_block(
 
     def flat(*values: Any) -> list[Any]:
         run(*values)
-        state.require_foreign_unchanged(what)
+        state.require_others_unchanged(what)
         ends.append(state.read())
         for key in state.changes(before, ends[0]):
             leaves = flattened(state.value(ends[0], key)).leaves

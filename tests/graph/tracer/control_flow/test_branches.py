@@ -367,23 +367,51 @@ def test_a_function_that_is_called_in_a_branch_may_assign_into_what_it_is_given(
     assert [float(function(jnp.float32(8), f)) for f in (YES, NO)] == [4, 8]
 
 
-def test_attributes_of_objects():
-    class Counter:
-        def __init__(self, n):
-            self.n = n
+class Counter:
+    def __init__(self, n):
+        self.n = n
 
-        def add(self):
-            self.n = self.n + 1
+    def add(self):
+        self.n = self.n + 1
 
+
+def test_attributes_of_objects_that_a_branch_makes():
+    @ts.function
+    def function(n, flag):
+        if flag:
+            counter = Counter(n)
+            counter.add()
+            counter.n = counter.n * 10
+            n = counter.n
+        counter = Counter(n)
+        counter.add()
+        return counter.n
+
+    assert [int(function(jnp.int32(1), f)) for f in (YES, NO)] == [21, 2]
+
+
+def test_attributes_of_objects_from_before_are_not_assigned_in_a_branch():
     @ts.function
     def function(n, flag):
         counter = Counter(n)
         if flag:
-            counter.add()
-            counter.n = counter.n * 10
+            counter.add()  # here
         return counter.n
 
-    assert [int(function(jnp.int32(1), f)) for f in (YES, NO)] == [20, 1]
+    with pytest.raises(ControlFlowError) as caught:
+        function(jnp.int32(1), YES)
+    line = Counter.add.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"[T319] 'self' is changed at {__file__}:{line}, and this code has not made "
+        "it\n"
+        "  got: a Counter that is from outside of the call, or from before the branch "
+        "or loop\n"
+        "  fix: a branch or loop may change variables, and dicts and lists that the "
+        "call has made or takes as arguments: return the new value, or assign into "
+        "those\n"
+        "  fix: change a copy, such as dict(x), list(x) or x.copy()\n"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
+    )
 
 
 def test_closures_and_nonlocals():

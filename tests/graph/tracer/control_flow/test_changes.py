@@ -76,11 +76,13 @@ def test_a_container_that_is_one_of_two_is_not_changed():
     with pytest.raises(ControlFlowError) as caught:
         function(X, YES)
     assert str(caught.value) == (
-        f"[T319] \"state['opt']\" is changed at {__file__}:{line}, and this call has "
+        f"[T319] \"state['opt']\" is changed at {__file__}:{line}, and this code has "
         "not made it\n"
         "  got: a dict that is global, closed over or a library's, or one of two that "
         "a branch chose between\n"
-        "  fix: pass it as an argument and assign into that, or return the new value\n"
+        "  fix: a branch or loop may change variables, and dicts and lists that the "
+        "call has made or takes as arguments: return the new value, or assign into "
+        "those\n"
         "  fix: change a copy, such as dict(x), list(x) or x.copy()\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )
@@ -261,10 +263,11 @@ def test_a_partial_of_a_method_changes_its_object():
     import functools
 
     def function(x, flag):
-        counter = Counter(x)
         if flag:
+            counter = Counter(x)
             functools.partial(counter.add, by=1.0)()
-        return counter.n
+            x = counter.n
+        return x
 
     assert [float(v) for v in both(function, X)] == [3, 2]
 

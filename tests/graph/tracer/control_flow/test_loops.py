@@ -158,7 +158,7 @@ def test_a_loop_over_rows_may_break_and_return():
     @ts.function
     def first_above(x, limit):
         index = -1
-        for i, value in enumerate(x):
+        for i, value in list(enumerate(x)):
             if value > limit:
                 index = i
                 break
