@@ -3,43 +3,42 @@
 
 JAX derives the linearization of a primitive each time that it is applied, and that of a
 nested program once. The equations of a model repeat with its layers, so each kind of
-equation becomes a program of its own, which is inlined wherever it is applied.
+equation becomes a ``jax.jit`` of its own, which is inlined wherever it is applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from tessera.jax_compat import jaxprs, linearization
+from tessera.jax_compat import jaxprs, primitives
 
 
 class CachedLinearization:
     """Applies equations such that JAX derives each kind's linearization once."""
 
     def __init__(self) -> None:
-        self._programs: dict[Any, jaxprs.Program] = {}
+        self._calls: dict[Any, Callable[..., list[Any]]] = {}
 
     def bind(self, equation: jaxprs.Equation, values: Sequence[Any]) -> list[Any]:
         """The results of an equation, its source line and name scopes kept."""
-        program = self._program(equation, values)
-        if program is None:
+        call = self._call(equation, values)
+        if call is None:
             return jaxprs.bind(equation, values)
         with jaxprs.source_context(equation):
-            return linearization.inlined_p.bind(*values, program=program)
+            return call(*values)
 
-    def _program(
+    def _call(
         self, equation: jaxprs.Equation, values: Sequence[Any]
-    ) -> jaxprs.Program | None:
-        """A program that is the equation alone; None if it is to be applied itself."""
+    ) -> Callable[..., list[Any]] | None:
+        """A call of the equation alone; None if it is to be applied itself."""
         if equation.effects or any(jaxprs.nested(equation)):
             return None
-        types = [atom.aval for atom in equation.invars]
-        if types != [*map(jax.typeof, values)]:
+        if [atom.aval for atom in equation.invars] != [*map(jax.typeof, values)]:
             return None  # its results may have other types than it says
-        key = linearization.key(equation)
-        if key is None:
+        kind = primitives.kind(equation)
+        if kind is None:
             return None
-        if key not in self._programs:
-            self._programs[key] = linearization.of_one_equation(equation)
-        return self._programs[key]
+        if kind not in self._calls:
+            self._calls[kind] = primitives.as_inlined_jit(equation)
+        return self._calls[kind]

@@ -4,7 +4,6 @@
 jaxprs, traces                  programs, and the traces that make them
 primitives                      parameters of JAX's primitives, by meaning
 lines                           source lines, the user's and a library's
-linearization                   differentiates repeated equations once
 dispatch, processes, mlir       calls of compiled programs, processes, modules
 target_devices, cudnn           devices that are not here, kernels of cuDNN
 workarounds                     ``CorrectJit``: ``jax.jit`` that avoids faults of XLA
