@@ -143,7 +143,6 @@ def test_the_public_names_are_these():
             "op",
             "plan",
             "remat",
-            "resume_plan",
             "schedule",
             "value_and_grad",
             *arrays.__all__,

@@ -130,7 +130,7 @@ FACADES: dict[str, ModuleType] = {
 # Types that functions return, modules, and what measures or reads a run's folder.
 NOT_IN_EXAMPLES = {
     *("DistTensor", "Inspection", "TesseraWarning", "autocast"),
-    *("graph", "op", "schedule", "resume_plan"),
+    *("graph", "op", "schedule"),
 }
 
 

@@ -6,8 +6,7 @@ checkpoint_folder   lists, quarantines and removes the checkpoints of a run
 metadata            describes a checkpoint: arrays, mesh, data cursor, configuration
 storage             writes and reads arrays; the only module that uses Orbax
 saving              writes checkpoints in the background of the training loop
-resuming            selects the checkpoint that a run resumes from
-restoring           restores a checkpoint on the mesh of this run
-resume_plan         shows what resuming would read and move, allocating nothing
+choose_checkpoint   selects the checkpoint that a run resumes from
+restore_arrays      restores a checkpoint on the mesh of this run
 export_checkpoint   exports the parameters to a safetensors file
 """

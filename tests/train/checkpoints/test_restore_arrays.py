@@ -213,3 +213,16 @@ def test_stages_are_no_difference(run_of, filled, tmp_path):
     job = run_of()
     metadata = save(job, filled(job), tmp_path).metadata
     assert Restoration(metadata, run_of(pp=2)).differences() == []
+
+
+def test_an_array_with_another_rank_is_a_difference(run_of, filled, tmp_path):
+    job = run_of()
+    metadata = save(job, filled(job), tmp_path).metadata
+    name = "params/decoder/mlp/up/kernel"
+    flat = dataclasses.replace(metadata.arrays[name], shape=(4,), layout=(("fsdp",),))
+    metadata = dataclasses.replace(metadata, arrays={**metadata.arrays, name: flat})
+    restoration = Restoration(metadata, run_of(pp=2, tp=2))
+    assert restoration.differences() == [
+        f"{name}: saved float32[4], this run float32[5,16,32]"
+    ]
+    assert name not in restoration.arrays
