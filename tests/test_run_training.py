@@ -117,7 +117,6 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
         "events.jsonl",
         "tensorboard",
         "config.yaml",
-        "program.json",
         "checkpoints",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

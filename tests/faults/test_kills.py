@@ -317,7 +317,7 @@ def test_a_second_launcher_in_one_folder_is_refused_and_disturbs_nobody(
         first.wait_for(r"step \d+/", after=len(first.lines))
         assert {path.name for path in first.folder.iterdir()} == {
             *("lock", "train.log", "metrics.jsonl", "events.jsonl"),
-            *("tensorboard", "config.yaml", "program.json", "checkpoints"),
+            *("tensorboard", "config.yaml", "checkpoints"),
         }
         first.process.send_signal(signal.SIGTERM)
         first.finish(75)

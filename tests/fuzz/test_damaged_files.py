@@ -207,7 +207,6 @@ def test_a_report_of_damaged_files(seed, run_folder, tmp_path, monkeypatch):
     draw, folder = Draw(seed), shutil.copytree(run_folder, tmp_path / "run")
     names = {
         **dict.fromkeys(("metrics.jsonl", "events.jsonl"), damaged_lines),
-        "program.json": damaged_json,
         "config.yaml": damaged_bytes,
     }
     damage_one(draw, folder, names)

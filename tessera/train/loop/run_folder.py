@@ -4,9 +4,8 @@
 ``train.log`` is every line of the log, ``metrics.jsonl`` every number,
 ``events.jsonl`` what happened to the run, over all of its attempts,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
-``checkpoints/`` the checkpoints to resume from, ``program.json`` what is known of the
-compiled step, ``report.html`` the report, ``tracker.json`` the id of the run in
-``training.tracker``.
+``checkpoints/`` the checkpoints to resume from, ``report.html`` the report,
+``tracker.json`` the id of the run in ``training.tracker``.
 """
 
 import os
@@ -30,7 +29,6 @@ _NAMES: Final = (
     "tensorboard",
     "profile",
     "config.yaml",
-    "program.json",
 )
 # What stays where a run goes on in its folder, whose report is of all attempts.
 _KEPT: Final = ("events.jsonl", "report.html", CHECKPOINTS, TRACKER)
@@ -76,11 +74,6 @@ class RunFolder:
     def profile(self) -> Path:
         """The folder of ``training.profile_communication``."""
         return self.path / "profile"
-
-    @property
-    def program(self) -> Path:
-        """What is known of the compiled step, JSON."""
-        return self.path / "program.json"
 
     @property
     def report(self) -> Path:

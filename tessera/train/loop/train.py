@@ -16,7 +16,6 @@ from tessera.train.loop.console import Console, log
 from tessera.train.loop.folder_lock import FolderLock
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.profiling import Window
-from tessera.train.loop.program_facts import write_program
 from tessera.train.loop.run_environment import join, prepare
 from tessera.train.loop.run_folder import open_run_folder
 from tessera.train.loop.run_records import description_of, recorded
@@ -112,11 +111,11 @@ def train(
             log.info("%s", corpus.describe_epochs(run.num_training_rows))
         log.info("compiling the step")
         here.watchdog.enter("compile")
-        console.show_run_table(run_rows(run))
+        rows = run_rows(run)
+        console.show_run_table(rows)
+        records.write("program", rows=rows)
         if folder is not None and not settings.training.eval_only:
             writer.add_to_next(new_bytes(run.compiled.collectives, folder.metrics))
-        if folder is not None:
-            write_program(folder, run)
         if here.count > 1:
             here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")

@@ -4,8 +4,8 @@
     run_files                       what a run's folder says, also if lines are cut
     downsample                      fewer points that keep every spike
     markup, charts                  escaped HTML, and charts by Plotly with their text
-    summary, curves, devices,
-    history, configuration          the sections
+    summary, curves, history,
+    configuration                   the sections
     page                            the whole file
 
 Nothing here imports JAX. What a run's folder holds is text from elsewhere: a name, a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last sections: samples of text, the settings of runs, and where they ran."""
+"""The compiled step, samples of text, the settings of runs, and where they ran."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,6 +11,29 @@ from tessera.train.report.run_files import RunFiles
 
 _MOST_SAMPLES: Final = 20
 _MISSING: Final = "(none)"
+
+
+def compiled_step(runs: Sequence[RunFiles]) -> Html:
+    """What the log says of each compiled step, and the measured peak of memory."""
+    figures = {run.name: _of_step(run) for run in runs}
+    names = dict.fromkeys(name for each in figures.values() for name in each)
+    if not names:
+        return paragraph("No compiled step was recorded.")
+    rows = [
+        (name, *(each.get(name, "–") for each in figures.values())) for name in names
+    ]
+    return table("The compiled step", ("", *figures), rows)
+
+
+def _of_step(run: RunFiles) -> dict[str, str]:
+    """The table of the last attempt, in which a name may have several rows."""
+    figures = dict[str, str]()
+    for event in run.of_kind("program")[-1:]:
+        for name, value in event["rows"]:
+            figures[name] = f"{figures[name]}; {value}" if name in figures else value
+    if peaks := run.series.get("peak_memory_bytes"):
+        figures["measured peak of memory"] = f"{max(peaks.values()) / 2**30:.4g} GiB"
+    return figures
 
 
 def samples(runs: Sequence[RunFiles]) -> Html:

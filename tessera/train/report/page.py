@@ -15,7 +15,7 @@ from string import Template
 from typing import Final, TypeAlias
 
 from tessera.errors import OutputPathError
-from tessera.train.report import configuration, curves, devices, history, summary
+from tessera.train.report import configuration, curves, history, summary
 from tessera.train.report.markup import Html, join, paragraph, text
 from tessera.train.report.run_files import RunFiles, read_run
 
@@ -30,9 +30,7 @@ _SECTIONS: Final[Mapping[str, _Section]] = {
     "Summary": summary.summary,
     "Loss and gradients": curves.learning,
     "Throughput and step time": curves.speed,
-    "Memory": devices.memory,
-    "Mesh and communication": devices.mesh,
-    "Pipeline": devices.pipeline,
+    "Compiled step": configuration.compiled_step,
     "Goodput": history.goodput,
     "Starts, stops and warnings": history.events,
     "Samples": configuration.samples,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from tessera.errors import OutputPathError
-from tessera.errors.untrusted_text import parse_json
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.files.regular_files import check_regular
 from tessera.train.records.events import Event, read_events
@@ -23,7 +22,7 @@ Series: TypeAlias = Mapping[int, float]
 
 _LONGEST_LINE: Final = 2**20
 _LONGEST_FILE: Final = 2**26
-_FILES: Final = ("metrics.jsonl", "events.jsonl", "config.yaml", "program.json")
+_FILES: Final = ("metrics.jsonl", "events.jsonl", "config.yaml")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class RunFiles:
       series: Each metric.
       events: What happened, over all attempts.
       settings: The values of ``config.yaml``, by dotted path.
-      program: What is known of the compiled step.
       problems: What could not be read.
     """
 
@@ -43,7 +41,6 @@ class RunFiles:
     series: Mapping[str, Series] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    program: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     def of_kind(self, kind: str) -> list[Event]:
@@ -72,8 +69,7 @@ def read_run(path: Path, name: str | None = None) -> RunFiles:
         name=str(path) if name is None else name,
         series=_read_metrics(path / "metrics.jsonl", problems),
         events=_events(path / "events.jsonl", problems),
-        settings=dict(_walk(_mapping(path / "config.yaml", problems))),
-        program=_mapping(path / "program.json", problems),
+        settings=dict(_walk(_read_settings(path / "config.yaml", problems))),
         problems=tuple(problems),
     )
 
@@ -122,19 +118,15 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def _mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    """A JSON or YAML file that holds a mapping; an empty one where it does not."""
+def _read_settings(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    """The mapping of a YAML file; an empty one where it holds none."""
     if not path.exists():
         return {}
     try:
         check_regular(path)
         if path.stat().st_size > _LONGEST_FILE:
             raise ValueError(f"longer than {_LONGEST_FILE:,} bytes")
-        content = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            value = parse_json(content, longest=_LONGEST_FILE)
-        else:
-            value = parse_yaml(content)
+        value = parse_yaml(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
             raise ValueError("it holds no mapping")
     except (OSError, ValueError) as error:

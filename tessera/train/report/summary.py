@@ -74,8 +74,6 @@ def _numbers(run: RunFiles) -> dict[str, str]:
     series = run.series
     starts = run.of_kind("start")
     where = starts[-1] if starts else {}
-    total = (run.program.get("parameters") or {}).get("total")
-    flops = run.program.get("flops")
     shares = goodput_of(run.events).shares
     is_timed = any(shares.values())
     return {
@@ -87,8 +85,6 @@ def _numbers(run: RunFiles) -> dict[str, str]:
         "model FLOP utilization, median": _median(series.get("mfu", {})),
         "goodput": f"{shares['step']:.1%}" if is_timed else "–",
         "attempts": str(len(starts) or "–"),
-        "parameters": "–" if total is None else f"{total:,}",
-        "FLOPs of a step": number(flops),
         "devices": f"{where['num_devices']} × {where.get('device_kind', '?')}"
         if "num_devices" in where
         else "–",

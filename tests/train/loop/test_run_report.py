@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes for its report, and that a report never fails a run."""
 
-import json
 import logging
 import sys
 
 import pytest
 
 from tessera.errors import OutputPathError
-from tessera.train.loop.program_facts import program_facts, write_program
 from tessera.train.loop.run_folder import open_run_folder
 from tessera.train.loop.run_report import reported
-from tests.train.loop.short_runs import short_run
 
 
 @pytest.fixture
@@ -70,19 +67,3 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch, caplog):
         pass
     assert [*tmp_path.iterdir()] == []
     assert caplog.records == []
-
-
-@pytest.mark.full
-def test_the_program_of_a_run_is_what_was_compiled(folder):
-    run = short_run().run
-    write_program(folder, run)
-    facts = json.loads(folder.program.read_text())
-    assert facts == json.loads(json.dumps(program_facts(run)))
-    assert facts["mesh"] == {"fsdp": 1}
-    assert facts["device_ids"] == [0]
-    assert facts["parameters"]["total"] == run.model.num_params
-    assert facts["flops"] == run.flops
-    assert facts["memory"]["peak"] == run.compiled.memory.peak
-    assert facts["state_bytes"]["optimizer"] > facts["state_bytes"]["parameters"]
-    assert facts["collectives"] == []
-    assert facts["pipeline"] is None

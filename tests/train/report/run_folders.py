@@ -16,31 +16,14 @@ optimizer:
   learning_rate: 0.003
 """
 
-PROGRAM: dict[str, Any] = {
-    "mesh": {"pp": 2, "fsdp": 2},
-    "device_ids": [0, 1, 3, 2],
-    "parameters": {"total": 1234567, "active": 1234567},
-    "flops": 2_000_000_000,
-    "memory": {
-        "arguments": 3 << 30,
-        "outputs": 2 << 30,
-        "temporaries": 1 << 30,
-        "aliased": 2 << 30,
-        "code": 0,
-        "compiled_for": "cpu",
-        "peak": 4 << 30,
-    },
-    "state_bytes": {"parameters": 1 << 30, "optimizer": 2 << 30},
-    "device_memory_bytes": 16 << 30,
-    "collectives": [
-        {"axes": ["fsdp"], "kind": "all-gather", "calls": 8, "bytes": 5 << 20},
-        {"axes": ["pp"], "kind": "collective-permute", "calls": 4, "bytes": 1 << 20},
-    ],
-    "pipeline": {
-        "summary": "1f1b: 2 stages, 2 microbatches",
-        "table": "tick     | 0  | 1\ndevice 0 | F0 | F1\ndevice 1 |    | F0 B0",
-    },
-}
+PROGRAM: list[Any] = [
+    ["mesh", "pp × fsdp mesh, 2 × 2"],
+    ["parameters", "1,234,567"],
+    ["layout", "layers 0-2, 3-5"],
+    ["layout", "1f1b: 2 stages, 2 microbatches"],
+    ["memory per device", "4 GiB: state and batch 3 GiB, temporaries 1 GiB"],
+    ["sent per step", "fsdp: 8 calls, 5 MiB; pp: 4 calls, 1 MiB"],
+]
 
 
 def metrics(steps: int) -> list[dict[str, Any]]:
@@ -98,6 +81,7 @@ def events() -> list[dict[str, Any]]:
     second = {"attempt": 1}
     return [
         start(),
+        {"time": 1e9, "attempt": 0, "event": "program", "rows": PROGRAM},
         phase("start", 1e9 - 5, 5.0),
         phase("compile", 1e9, 10.0),
         phase("step", 1e9 + 10, 40.0, **steps),
@@ -126,7 +110,6 @@ def make_run(
     lines: list[dict[str, Any]] | None = None,
     happened: list[dict[str, Any]] | None = None,
     settings: str = SETTINGS,
-    program: dict[str, Any] | None = None,
 ) -> Path:
     """The folder of a run that has everything that a report shows."""
     folder.mkdir(parents=True)
@@ -137,7 +120,6 @@ def make_run(
         text = "".join(json.dumps(value) + "\n" for value in values)
         (folder / name).write_text(text)
     (folder / "config.yaml").write_text(settings)
-    (folder / "program.json").write_text(json.dumps(program or PROGRAM))
     return folder
 
 
@@ -149,6 +131,7 @@ def make_hostile_run(folder: Path) -> Path:
         happened=[
             {**start(), "host": HOSTILE, "device_kind": HOSTILE}
             | {"versions": {HOSTILE: HOSTILE}, "mesh": {HOSTILE: 2, "tp": 1}},
+            {"time": 1e9, "event": "program", "rows": [[HOSTILE, HOSTILE]]},
             phase("compile", 1e9, 10.0),
             {"time": 1e9, "event": "warning", "message": HOSTILE},
             {"time": 1e9, "event": "ranks", "step": 1, "seconds": {HOSTILE: 0.1}},
@@ -156,12 +139,4 @@ def make_hostile_run(folder: Path) -> Path:
             {"time": 1e9, "event": "failure", "message": HOSTILE},
         ],
         settings=json.dumps({HOSTILE: HOSTILE, "training": {"steps": HOSTILE}}),
-        program={
-            **PROGRAM,
-            "mesh": {HOSTILE: 2, "tp": 1},
-            "collectives": [
-                {"axes": [HOSTILE], "kind": HOSTILE, "calls": 1, "bytes": 1 << 20}
-            ],
-            "pipeline": {"summary": HOSTILE, "table": HOSTILE},
-        },
     )

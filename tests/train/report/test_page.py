@@ -12,7 +12,7 @@ from tessera.errors import OutputPathError
 from tessera.train.report import page
 from tessera.train.report.page import report_page, write_report
 from tessera.train.report.run_files import RunFiles, read_run
-from tests.train.report.run_folders import PROGRAM, make_hostile_run, make_run
+from tests.train.report.run_folders import make_hostile_run, make_run
 
 TITLES = [*page._SECTIONS]
 
@@ -95,10 +95,9 @@ def test_no_section_of_a_whole_run_fails(whole):
     ("title", "sentence"),
     [
         ("Summary", "Finished: 200 of 200 steps. Loss 1.928 at step 200."),
-        ("Memory", '<th scope="row">compiled step</th><td>4 GiB</td>'),
-        ("Memory", '<th scope="row">measured peak</th><td>5 GiB</td>'),
-        ("Mesh and communication", "<td>all-gather</td><td>8</td><td>5 MiB</td>"),
-        ("Pipeline", "device 1 |    | F0 B0"),
+        ("Compiled step", "<td>4 GiB: state and batch 3 GiB, temporaries 1 GiB</td>"),
+        ("Compiled step", "<td>layers 0-2, 3-5; 1f1b: 2 stages, 2 microbatches</td>"),
+        ("Compiled step", "measured peak of memory</th><td>5 GiB</td>"),
         ("Goodput", "went into steps that counted"),
         ("Starts, stops and warnings", "1 × damaged checkpoint"),
         ("Starts, stops and warnings", "begins after step 80 on 4 × cpu"),
@@ -110,13 +109,6 @@ def test_no_section_of_a_whole_run_fails(whole):
 )
 def test_a_section_says_what_its_files_hold(whole, title, sentence):
     assert sentence in section(whole, title)
-
-
-def test_the_devices_of_a_mesh_stand_where_the_mesh_has_them(whole):
-    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", section(whole, TITLES[4]))
-    assert cells[:9] == [
-        *("", "fsdp 0", "fsdp 1", "pp 0", "0", "1", "pp 1", "3", "2"),
-    ]
 
 
 def test_a_section_without_data_says_so_and_has_no_chart():
@@ -152,19 +144,6 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path):
     text = report_page([read_run(make_run(tmp_path / "a", lines=lines))])
     assert "The loss is not finite at 1 step." in section(text, "Summary")
     assert "not finite at 1 step: 2" in section(text, "Loss and gradients")
-
-
-def test_memory_of_a_small_model_is_in_a_unit_that_shows_it(tmp_path):
-    sizes = {"arguments": 2 << 20, "outputs": 0, "temporaries": 1 << 20, "aliased": 0}
-    program = PROGRAM | {"memory": {**sizes, "code": 0, "peak": 3 << 20}}
-    text = report_page([read_run(make_run(tmp_path / "a", program=program))])
-    assert "compiled step</th><td>3 MiB</td>" in section(text, "Memory")
-
-
-def test_memory_that_nothing_is_known_of_is_said(tmp_path):
-    program = {**PROGRAM, "memory": None}
-    text = report_page([read_run(make_run(tmp_path / "a", program=program))])
-    assert "cannot be shown" not in section(text, "Memory")
 
 
 # What a run's files hold that is HTML stays text, wherever the page shows it.
@@ -209,11 +188,10 @@ def test_control_characters_and_surrogates_become_visible():
 # Values of types that the trainer does not write
 
 
-@pytest.mark.parametrize(
-    "program", [{"memory": 3}, {"collectives": [1]}, {"pipeline": [1]}, {"mesh": "x"}]
-)
-def test_one_section_that_cannot_be_made_leaves_the_others(tmp_path, program):
-    run = read_run(make_run(tmp_path / "a", program=program))
+@pytest.mark.parametrize("rows", [3, [1], [["a"]], [[[], "a"]], None])
+def test_one_section_that_cannot_be_made_leaves_the_others(tmp_path, rows):
+    event = {"time": 1e9, "event": "program", "rows": rows}
+    run = read_run(make_run(tmp_path / "a", happened=[event]))
     text = report_page([run])
     assert text.count("cannot be shown") == 1
     assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', text) == TITLES
