@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run with a device that flips a bit, which may be killed as it goes back.
+"""A training run with a device that flips a bit, which may be killed as it ends.
 
 Its arguments are those of ``run_training.py``. The environment says the rest:
-``FLIPPED_CALLS=6,10`` of the step on the device ``FLIPPED_POSITION=3`` of the mesh, and
+``FLIPPED_CALLS=6`` of the step on the device ``FLIPPED_POSITION=3`` of the mesh, and
 ``KILLED_AFTER=module:name`` the function after whose first call rank 0 is killed.
 """
 

@@ -212,7 +212,7 @@ FEATURES = (
         "training.resume_data=restart",
     ),
     *("training.dry_run=true", "training.max_skipped_steps=0", "training.log_every=1"),
-    *("training.on_spike=skip", "training.on_spike=rollback"),
+    "training.on_spike=skip",
     *("training.spike_window=4", "runtime.verify_every=2"),
     *("training.sequence_length=17", "training.sequence_length=32", "data.prefetch=0"),
     *("training.micro_batch_size=3", "training.micro_batch_size=8"),

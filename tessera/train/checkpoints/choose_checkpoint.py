@@ -7,7 +7,6 @@ tried.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -147,24 +146,6 @@ def choose(resume: str, output_dir: Path) -> Choice:
     return Choice(output_dir, checkpoint, warnings)
 
 
-def choose_until(root: Path, most: int) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """Find the newest intact checkpoint of a running run, up to a step.
-
-    With several processes, the first one searches, with the step that it gives.
-
-    Args:
-      root: The folder of the run's checkpoints; damaged ones are renamed.
-      most: The largest step that counts.
-
-    Returns:
-      The checkpoint, or None, and warnings for the log.
-
-    Raises:
-      CheckpointNotFoundError: [T801] the folder cannot be read.
-    """
-    return _everywhere(partial(_find_until, root, most))
-
-
 def changed_settings(before: str, now: str) -> Iterator[str]:
     """Settings whose values differ between two YAML configurations, as ``a: 1 -> 2``.
 
@@ -204,11 +185,6 @@ def _everywhere(
     return checkpoint, tuple(result["notes"])
 
 
-def _find_until(root: Path, most: int) -> tuple[Checkpoint | None, list[str]]:
-    warnings: list[str] = []
-    return _newest(root, warnings, is_own=True, most=most), warnings
-
-
 def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     warnings: list[str] = []
     if resume == NONE:
@@ -238,11 +214,9 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, warnings
 
 
-def _newest(
-    root: Path, warnings: list[str], *, is_own: bool, most: float = math.inf
-) -> Checkpoint | None:
+def _newest(root: Path, warnings: list[str], *, is_own: bool) -> Checkpoint | None:
     """The newest intact checkpoint; damaged ones of this run are quarantined."""
-    for step in (step for step in complete_steps(root) if step <= most):
+    for step in complete_steps(root):
         path = root / str(step)
         checkpoint = read_checkpoint(path)
         if isinstance(checkpoint, Checkpoint):

@@ -70,8 +70,7 @@ class Checkpoints:
         self._check_folder = check
         self._open_root = root
         self._is_first = jax.process_index() == 0
-        self.resumed_step = resumed_step
-        """The step that the run resumed from in its own folder, or None."""
+        self._resumed_step = resumed_step
         self._last_step = self._verified_step = resumed_step or 0
         self._thread: Thread | None = None
         self._failure: TesseraError | None = None
@@ -89,16 +88,6 @@ class Checkpoints:
                 min(checkpoint_folder.read_verified_step(root), resumed_step or 0)
             )
 
-    @property
-    def root(self) -> Path:
-        """The folder of the checkpoints."""
-        return self._root
-
-    @property
-    def verified_step(self) -> int:
-        """Up to which step checkpoints are verified; only the first process knows."""
-        return self._verified_step
-
     def mark_verified(self, step: int) -> None:
         """Record that a step was repeated on other devices with the same result."""
         if self._is_first and self.is_enabled:
@@ -113,32 +102,31 @@ class Checkpoints:
         except OSError as error:
             log.warning("that step %d is verified cannot be recorded: %s", step, error)
 
-    def settle(self) -> None:
-        """Wait until the last checkpoint is complete, or has failed, as is logged."""
-        self._join()
-        self._failure = None
+    def discard_unverified(self) -> None:
+        """Rename what is later than the last verified step: no run resumes from it.
 
-    def set_back(self, step: int) -> None:
-        """Go on after an earlier checkpoint: later ones are renamed and do not count.
-
-        Args:
-          step: The step of the checkpoint, or 0 for the beginning of the run.
+        What the run began with stays where nothing is verified.
 
         Raises:
-          CheckpointWriteError: [T804] a later one cannot be renamed.
+          CheckpointWriteError: [T804] one cannot be renamed.
         """
-        self.settle()
-        self._last_step = step
+        self._join()
         if not (self._is_first and self.is_enabled):
             return
         self._check_folder()
+        verified = self._newest_verified()
         try:
-            lines = checkpoint_folder.clean_up(self._root, step)
+            lines = checkpoint_folder.clean_up(
+                self._root, self._resumed_step if verified is None else verified
+            )
         except OSError as error:
             raise checkpoint_folder.cannot_write(self._root, error) from error
         for line in lines:
             log.warning("%s", line)
-        self._set_verified(min(self._verified_step, step))
+
+    def _newest_verified(self) -> int | None:
+        steps = checkpoint_folder.complete_steps(self._open_root)
+        return next((step for step in steps if step <= self._verified_step), None)
 
     @property
     def durable_step(self) -> int | None:
@@ -264,8 +252,8 @@ class Checkpoints:
     def _remove_old(self) -> None:
         keep = self._run.config.training.keep
         steps = checkpoint_folder.complete_steps(self._open_root)
-        # What the run goes back to if a later step cannot be repeated stays.
-        verified = next((step for step in steps if step <= self._verified_step), None)
+        # What a run resumes from if a later step cannot be repeated stays.
+        verified = self._newest_verified()
         for step in steps[keep:] if keep else ():
             if step == verified and self._run.config.runtime.verify_every:
                 continue

@@ -38,7 +38,7 @@ MESH_AXES: Final = tuple(
 SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
 GATHERS: Final = ("microbatch", "step")
-ON_SPIKE: Final = ("none", "warn", "skip", "rollback")
+ON_SPIKE: Final = ("none", "warn", "skip")
 PREEMPTION_NOTICES: Final = ("none", "gce", "aws", "azure")
 RESUME_DATA: Final = ("exact", "restart")
 TRACKERS: Final = ("none", "wandb", "mlflow")
@@ -105,8 +105,7 @@ class TrainingConfig:
         gradients are not finite; one more ends the run. fp16 has a bound of its own,
         the smallest loss scale.
       on_spike: What becomes of a step whose loss or gradient norm is far above those of
-        the last steps; none does not look, warn logs it, skip learns nothing from it,
-        rollback goes back to the last checkpoint before it and skips its data.
+        the last steps; none does not look, warn logs it, skip learns nothing from it.
       spike_threshold: How far above their median that is, in robust standard deviations
         of at least a hundredth of the median.
       spike_window: Accepted steps that a step is compared with; as many at the start
@@ -238,10 +237,10 @@ class RuntimeConfig:
       max_steps_in_flight: Steps that may be queued before the loop waits for the first;
         more hides more of Python's time and holds more memory.
       verify_every: Steps between two that are repeated with the devices in another
-        order and compared, which finds devices that compute wrong values; null never
-        does. Numbers are equal bit for bit with deterministic numerics, otherwise
-        nearly so. It holds two copies of this process's part of the state in the memory
-        of the host, and compiles the step once more.
+        order and compared bit for bit, which finds devices that compute wrong values;
+        null never does. It needs deterministic numerics, holds two copies of this
+        process's part of the state in the memory of the host, and compiles the step
+        once more.
       coordinator_address: Where rank 0 is, host:port; given to each process with the
         next two. null asks the environment, as docs/guides/launch.md says.
       num_processes: Processes of the run; null asks the environment.

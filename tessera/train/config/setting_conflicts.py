@@ -65,14 +65,18 @@ EXCLUDED: Final = (
     ),
     Conflict(
         "training.eval_only=true",
-        "training.profile_communication training.on_spike=rollback "
-        "runtime.verify_every",
+        "training.profile_communication runtime.verify_every",
         " takes no steps",
     ),
     Conflict(
         "training.checkpoint_every=null",
-        "training.on_spike=rollback runtime.verify_every",
-        ": there are no checkpoints to go back to",
+        "runtime.verify_every",
+        ": there are no checkpoints to resume from",
+    ),
+    Conflict(
+        "training.numerics=fast",
+        "runtime.verify_every",
+        ": only with deterministic numerics have other devices the same bits",
     ),
     Conflict(
         "training.numerics=deterministic",

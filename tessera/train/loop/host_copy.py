@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of sharded arrays in the memory of the host, compared by mesh position."""
 
-import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from tessera.foundations.tree import Tree, named_leaves
+from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
-
-# How far results may be apart that sums in another order gave, as a share of what the
-# step changes: of narrow numbers, and of gradients that Adam divides by almost nothing.
-_BOUND: Final = 0.1
-# And as a share of the values themselves, whose last bits may differ.
-_ROUNDING: Final = 1e-6
-# Metrics that are compared so; differences of close numbers, as a z-score, are not.
-_METRICS: Final = ("loss", "grad_norm")
 
 # By position in the mesh, of those of this process.
 Shards: TypeAlias = dict[int, np.ndarray]
@@ -31,12 +21,10 @@ class HostCopy:
     """A copy of this process's shards of several trees.
 
     Attributes:
-      names: Of each leaf, by its path, which begins with the number of its tree.
       shards: Of each leaf. Equal copies of one block are one array.
       blocks: Of each leaf, which block of the global array a position has.
     """
 
-    names: list[str]
     shards: list[Shards]
     blocks: list[dict[int, str]]
 
@@ -44,9 +32,8 @@ class HostCopy:
     def of(cls, tree: Tree, mesh: Mesh) -> "HostCopy":
         """Copy arrays that are on a mesh."""
         positions = {device: at for at, device in enumerate(mesh.jax.devices.flat)}
-        leaves = named_leaves(tree)
         shards, blocks = list[Shards](), list[dict[int, str]]()
-        for leaf in leaves.values():
+        for leaf in jax.tree.leaves(tree):
             distinct = defaultdict[str, list[np.ndarray]](list)
             mine, own_blocks = Shards(), dict[int, str]()
             for shard in leaf.addressable_shards:
@@ -55,7 +42,7 @@ class HostCopy:
                 mine[at] = _shared(np.asarray(shard.data), distinct[block])
             shards.append(mine)
             blocks.append(own_blocks)
-        return cls(list(leaves), shards, blocks)
+        return cls(shards, blocks)
 
     def placed(self, structs: Tree) -> Tree:
         """The first leaves on devices again.
@@ -89,54 +76,6 @@ class HostCopy:
             for at, data in mine.items()
             if not _is_same(data, others[at])
         }
-
-    def far(self, other: "HostCopy", before: "HostCopy") -> set[int]:
-        """The positions where more differs than another order of sums explains.
-
-        For each part of the state, such as ``params``, it is the norm of the difference
-        of all arrays that counts: single values may turn out otherwise, as those whose
-        gradient is nothing but rounding do under Adam.
-
-        Args:
-          other: The same arrays, computed again.
-          before: The state before, the first leaves of these.
-        """
-        far = set[int]()
-        # For each position and part: squares of the difference, the change, the value.
-        sums = defaultdict[tuple[int, str], np.ndarray](lambda: np.zeros(3))
-        for index, (name, mine) in enumerate(zip(self.names, self.shards, strict=True)):
-            tree, part, *_ = name.split("/")
-            if tree != "0" and part not in _METRICS:
-                continue
-            old = before.shards[index] if tree == "0" else {}
-            for at, data in mine.items():
-                again = other.shards[index][at]
-                if jnp.issubdtype(data.dtype, jnp.floating):
-                    sums[at, part] += _squares(data, again, old.get(at))
-                elif not _is_same(data, again):
-                    far.add(at)
-        for (at, _), (difference, change, size) in sums.items():
-            bound = _BOUND * math.sqrt(change) + _ROUNDING * math.sqrt(size)
-            # A difference that is no number is far.
-            if not math.sqrt(difference) <= bound:
-                far.add(at)
-        return far
-
-
-def _squares(data: np.ndarray, again: np.ndarray, old: np.ndarray | None) -> np.ndarray:
-    """Sums of squares of the difference, of the change, and of the values.
-
-    Values that are equal, or both NaN, do not differ and do not change.
-    """
-    first, second = data.astype(np.float64), again.astype(np.float64)
-    start = np.zeros_like(first) if old is None else old.astype(np.float64)
-    is_same = (first == second) | (np.isnan(first) & np.isnan(second))
-    is_finite = np.isfinite(first)
-    with np.errstate(invalid="ignore"):
-        difference = np.where(is_same, 0.0, first - second)
-        change = np.where(is_finite, first - start, 0.0)
-    size = np.where(is_finite, first, 0.0)
-    return np.array([np.square(each).sum() for each in (difference, change, size)])
 
 
 def _shared(data: np.ndarray, known: list[np.ndarray]) -> np.ndarray:

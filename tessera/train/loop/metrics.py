@@ -23,13 +23,12 @@ import numpy as np
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import masked_crc32c
 
-from tessera.train.loop.run_folder import RunFolder, cannot_write, cut_metrics
+from tessera.train.loop.run_folder import RunFolder, cannot_write
 
 _log: Final = logging.getLogger("tessera")
 _TENSORBOARD_FLUSH_SECONDS: Final = 30.0
 # Classes that are made as their modules are imported.
 _Event: Final[Any] = vars(event_pb2)["Event"]
-_SessionLog: Final[Any] = vars(event_pb2)["SessionLog"]
 _Summary: Final[Any] = vars(summary_pb2)["Summary"]
 
 
@@ -95,31 +94,6 @@ class MetricWriter:
         self._board.add(step, finite)
         self._track(step, finite)
 
-    def set_back(self, step: int) -> None:
-        """Take back the numbers of later steps, which are written again.
-
-        ``metrics.jsonl`` as it was stays under another name, as after a resume;
-        TensorBoard hides what its file has of these steps.
-
-        Args:
-          step: The last step whose numbers stay.
-
-        Raises:
-          OutputPathError: [T504] the file cannot be written.
-        """
-        folder = self._folder
-        if folder is None:
-            return
-        folder.check()
-        try:
-            self._lines.close()
-            cut_metrics(folder, step)
-            self._lines = folder.metrics.open("a", buffering=1, encoding="utf-8")
-        except OSError as error:
-            self.close(lost=True)
-            raise cannot_write(folder.metrics, error) from error
-        self._board.set_back(step)
-
     def close(self, *, lost: bool = False) -> None:
         """Flush and close both; a second call does nothing.
 
@@ -169,11 +143,6 @@ class _Board:
         values = [_Summary.Value(tag=n, simple_value=x) for n, x in numbers.items()]
         summary = _Summary(value=values)
         self._write(_Event(wall_time=time.time(), step=step, summary=summary))
-
-    def set_back(self, step: int) -> None:
-        """Have TensorBoard hide the numbers so far of all steps after one."""
-        start = _SessionLog(status=_SessionLog.START)
-        self._write(_Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def close(self) -> None:
         """Write what is left."""

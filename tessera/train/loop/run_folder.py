@@ -126,21 +126,6 @@ def open_run_folder(
     return folder
 
 
-def cut_metrics(folder: RunFolder, step: int) -> Path:
-    """Leave the numbers up to a step; the file as it was gets another name.
-
-    Wherever a kill stops this, ``metrics.jsonl`` is as it was, or as it is to be.
-
-    Returns:
-      The file as it was.
-
-    Raises:
-      OSError: It cannot be written.
-    """
-    (renamed,) = _set_aside(folder.path, (_METRICS,), step)
-    return renamed
-
-
 def check_inside(path: Path) -> None:
     """Check that a run that resumes in its folder writes nothing outside of it.
 

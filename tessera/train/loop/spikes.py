@@ -56,7 +56,7 @@ class SpikeGuard:
     """What a run does about spikes.
 
     Attributes:
-      action: ``warn``, ``skip`` or ``rollback``, as ``training.on_spike``.
+      action: ``warn`` or ``skip``, as ``training.on_spike``.
       threshold: The z-score from which a number is a spike.
       window: How many accepted steps it is compared with.
     """

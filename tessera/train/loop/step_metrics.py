@@ -21,7 +21,6 @@ from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Progress
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.rank_times import RankTimes
-from tessera.train.loop.rollback import Spike
 from tessera.train.loop.run_records import RunRecords
 
 Numbers: TypeAlias = dict[str, float]
@@ -71,10 +70,6 @@ class StepMetrics:
         )
         self._skipped_in_a_row = self._spikes_in_a_row = 0
 
-    def set_back(self) -> None:
-        """Forget the steps so far, which are taken again."""
-        self._skipped_in_a_row = self._spikes_in_a_row = 0
-
     def restart_clock(self) -> None:
         """Begin the time of the next step now: what came before belongs to none."""
         self._flops = self._run.flops  # counted outside of any step's time
@@ -102,7 +97,6 @@ class StepMetrics:
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
           SpikeError: [T510] too many spikes in a row were skipped.
-          Spike: The run goes back, with training.on_spike=rollback.
         """
         now = time.perf_counter()
         seconds, self._read_at = now - self._read_at, now
@@ -162,8 +156,6 @@ class StepMetrics:
             f"({numbers['grad_norm_z']:.3g})"
         )
         training = self._run.config.training
-        if training.on_spike == "rollback":
-            raise Spike(step, found)
         is_skipped = training.on_spike == "skip"
         end = "; it is skipped, the parameters stay as they are" if is_skipped else ""
         _log.warning("step %d: %s%s", step, found, end)

@@ -22,12 +22,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from tessera.errors import WrongValuesError
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
+from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import log
 from tessera.train.loop.host_copy import HostCopy
-from tessera.train.loop.rollback import StepDiffers
 from tessera.train.loop.train_state import TrainState
 
 Metrics: TypeAlias = dict[str, Any]
@@ -39,10 +40,17 @@ class StepVerification:
     Args:
       run: The run.
       on_phase: Called with the phase that begins and the step.
+      checkpoints: Of the run; those that are not verified are renamed before an error.
     """
 
-    def __init__(self, run: Run, on_phase: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        on_phase: Callable[[str, int], None],
+        checkpoints: Checkpoints | None,
+    ) -> None:
         self._run, self._on_phase = run, on_phase
+        self._checkpoints = checkpoints
         self._runs: dict[int, Run] = {}
 
     def is_due(self, step: int) -> bool:
@@ -61,34 +69,45 @@ class StepVerification:
           batch: Its batch.
 
         Raises:
-          StepDiffers: The results differ, or copies of one array before the step do.
+          WrongValuesError: [T716] the results differ, or copies of one array before
+            the step do.
         """
         run, mesh = self._run, self._run.mesh
         before, data = HostCopy.of((state,), mesh), HostCopy.of(batch, mesh)
-        if self._is_exact and any(odd := _agreed(before.odd_copies(), mesh)):
-            raise StepDiffers(
-                step,
-                "copies of the state differ before the step, on "
-                f"{_listed(compress(mesh.jax.devices.flat, odd))}",
-            )
+        if any(odd := _agreed(before.odd_copies(), mesh)):
+            devices = _listed(compress(mesh.jax.devices.flat, odd))
+            found = f"copies of the state differ before the step, on {devices}"
+            raise self._error(step, found)
         new, metrics = run.step(state, batch)
         first = HostCopy.of((new, metrics), mesh)
         del new, state
         second = self._differences(1, step, before, data, first)
         if any(second):
-            raise StepDiffers(step, self._explain(step, before, data, first, second))
-        log.info("step %d is verified: %s", step, self._manner)
+            found = self._explain(step, before, data, first, second)
+            raise self._error(step, found)
+        log.info("step %d is verified: equal bits on %s", step, self._where)
+        if self._checkpoints is not None:
+            self._checkpoints.mark_verified(step)
         return first.placed((run.abstract_state,))[0], metrics
 
-    @property
-    def _is_exact(self) -> bool:
-        return self._run.config.training.numerics == "deterministic"
+    def _error(self, step: int, found: str) -> WrongValuesError:
+        """T716, once no checkpoint is left that may hold wrong values."""
+        log.warning("step %d: %s", step, found)
+        if self._checkpoints is not None:
+            self._checkpoints.discard_unverified()
+        if jax.process_count() > 1:
+            # A process that ends takes the first one with it, which renames them.
+            multihost_utils.sync_global_devices("tessera/unverified")
+        return WrongValuesError(
+            "a step cannot be repeated: a device computes wrong values",
+            got=f"step {step}: {found}",
+            fix="take the device out, or its machine, and start the same command with "
+            "training.resume=auto: it goes on from the last verified checkpoint",
+        )
 
     @property
-    def _manner(self) -> str:
-        what = "equal bits" if self._is_exact else "nearly equal values"
-        where = "on other devices" if self._num_orders > 1 else "on the same devices"
-        return f"{what} {where}"
+    def _where(self) -> str:
+        return "other devices" if self._num_orders > 1 else "the same devices"
 
     @cached_property
     def _num_orders(self) -> int:
@@ -115,8 +134,7 @@ class StepVerification:
         run = self._rotated(by, step)
         (state,) = before.placed((run.abstract_state,))
         again = HostCopy.of(run.step(state, data.placed(run.abstract_batch)), run.mesh)
-        unequal = first.unequal(again) if self._is_exact else first.far(again, before)
-        return _agreed(unequal, run.mesh)
+        return _agreed(first.unequal(again), run.mesh)
 
     def _explain(
         self,

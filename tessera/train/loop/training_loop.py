@@ -30,7 +30,6 @@ from tessera.train.loop.deferred_interrupts import Interrupts
 from tessera.train.loop.evaluation import sample, validation_losses
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.profiling import Window
-from tessera.train.loop.rollback import Rollback, SetBack, Spike
 from tessera.train.loop.run_records import RunRecords
 from tessera.train.loop.step_metrics import StepMetrics
 from tessera.train.loop.step_verification import StepVerification
@@ -115,9 +114,7 @@ class Trainer:
         # Steps that were started and whose metrics were not read yet.
         self._in_flight: deque[tuple[int, dict[str, jax.Array]]] = deque()
         self._metrics = StepMetrics(run, writer, checkpoints, self._records)
-        self._verification = StepVerification(run, self._on_phase)
-        first_step = 0 if resumed is None else resumed.metadata.step
-        self._rollback = Rollback(checkpoints, writer, self._records, first_step)
+        self._verification = StepVerification(run, self._on_phase, checkpoints)
         self.is_stopped = False
         """Whether ``train`` returned before the last step, as it was asked to."""
 
@@ -132,8 +129,8 @@ class Trainer:
           EmptyDataError: [T602] there is nothing to validate with eval_only.
           LossScaleError: [T506] fp16 overflows at the smallest loss scale.
           NonFiniteError: [T508] too many steps in a row were skipped.
-          SpikeError: [T510] too many spikes were skipped, or gone back from.
-          WrongValuesError: [T716] steps could not be repeated on other devices.
+          SpikeError: [T510] too many spikes in a row were skipped.
+          WrongValuesError: [T716] a step could not be repeated on other devices.
           CheckpointWriteError: [T804] a run that is stopped cannot save.
         """
         with self._interrupts.handled():
@@ -160,19 +157,13 @@ class Trainer:
             self._console.progress(steps, done=self._at.step) as progress,
             nullcontext() if self._window is None else closing(self._window),
         ):
-            while True:
-                try:
-                    return self._take_steps_from(self._at, progress)
-                except SetBack as cause:
-                    self._set_back(cause)
+            return self._take_steps_left(progress)
 
-    def _take_steps_from(self, start: Position, progress: Progress) -> bool:
-        left = self.run.config.training.steps - start.step
+    def _take_steps_left(self, progress: Progress) -> bool:
+        left = self.run.config.training.steps - self._at.step
         most = self.run.config.runtime.max_steps_in_flight
-        rows = start.cursor.rows
-        del start  # its state is donated, or given up for that of a checkpoint
         self._metrics.restart_clock()
-        with closing(self._batches(rows)) as batches:
+        with closing(self._batches(self._at.cursor.rows)) as batches:
             drain = partial(self._drain, progress)
             # First what the last step left to do, where it was interrupted.
             going = self._settle(drain)
@@ -194,7 +185,7 @@ class Trainer:
         if self._window is not None:
             self._window.before(step, drain)
         take = self.run.step
-        if is_verified := self._verification.is_due(step):
+        if self._verification.is_due(step):
             drain()
             take = partial(self._verification.take, step)
         with self._interrupts.deferred():
@@ -202,28 +193,10 @@ class Trainer:
             cursor = at.cursor.advance(self._rows_per_step)
             self.position = Position(step, state, cursor)
             self._in_flight.append((step, metrics))
-        if is_verified and self._checkpoints is not None:
-            self._checkpoints.mark_verified(step)
 
     @property
     def _rows_per_step(self) -> int:
         return self.run.config.rows_per_step(self.run.mesh)
-
-    def _set_back(self, cause: SetBack) -> None:
-        """Go back to a checkpoint; after a spike, on with the data that follow it."""
-        # Steps in flight read further than the spike; the curve does not depend on it.
-        further = self._at.step - cause.step
-        after = self._at.cursor.advance(-further * self._rows_per_step)
-        with self._interrupts.deferred():
-            self._on_phase("startup", cause.step)
-            self._in_flight.clear()
-            self.position = None  # there may be no room for two states
-            checkpoint = self._rollback.apply(cause)
-            start = self._beginning(checkpoint or self._resumed)
-            if isinstance(cause, Spike):
-                start = replace(start, cursor=after)
-            self.position = start
-            self._metrics.set_back()
 
     def _settle(self, drain: Callable[[], None]) -> bool:
         """Do what is due after a step and was not done; False where the run stops."""

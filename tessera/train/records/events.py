@@ -11,7 +11,6 @@ One JSON object a line, with ``time`` (seconds since 1970), ``attempt`` (from 0)
 | phase | phase, seconds; of steps also first_step, last_step, data_seconds |
 | program | rows: what the log says of the compiled step, as pairs |
 | ranks | step, seconds: own work of a step, by rank; waiting_seconds |
-| rollback | step, to_step: in the middle of an attempt |
 | sample | step, prompt, text |
 | warning | message |
 | stop, end | step |

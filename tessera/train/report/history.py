@@ -18,7 +18,6 @@ _DAMAGED: Final = re.compile(r"THE CHECKPOINT OF STEP \d+ IS DAMAGED")
 _KINDS: Final = (
     "start",
     "resume",
-    "rollback",
     "warning",
     "damaged checkpoint",
     "stop",
@@ -92,6 +91,4 @@ def _message(event: Event) -> str:
     parts = [str(event[name]) for name in ("message", "reason") if event.get(name)]
     if event.get("step") is not None:
         parts.insert(0, f"step {event['step']}")
-    if event.get("to_step") is not None:
-        parts.append(f"back to step {event['to_step']}")
     return ": ".join(parts)[:_LONGEST_MESSAGE]

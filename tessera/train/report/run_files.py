@@ -2,8 +2,7 @@
 """Reads what the folder of a run says, also of one that is killed or going on.
 
 Every file may be missing, and a line may be cut: what cannot be read is counted, and
-the report says so. Of a step that ``metrics.jsonl`` has twice, as after a rollback, the
-last value counts.
+the report says so. Of a step that ``metrics.jsonl`` has twice, the last value counts.
 """
 
 import json
