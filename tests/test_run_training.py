@@ -207,11 +207,9 @@ def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path, capsys):
     assert "simulating 8 CPU devices" in seen
     assert "mesh               tp × fsdp mesh, 2 × 4\n" in seen
     assert "batch              8 sequences of 32 tokens" in seen
-    first, *_, validation = metrics(folder)
+    assert re.search(r"sent per step +(fsdp|tp): .*; (fsdp|tp): ", seen)
     assert len(metrics(folder)) == 5
-    assert "val_loss" in validation
-    sent = {name for name in first if name.startswith("communication_bytes")}
-    assert sent == {"communication_bytes/fsdp", "communication_bytes/tp"}
+    assert "val_loss" in metrics(folder)[-1]
 
 
 # --- a dry run

@@ -53,7 +53,6 @@ class MetricWriter:
         track: Callable[[int, Mapping[str, float]], None] = lambda step, numbers: None,
     ) -> None:
         self._folder, self._track = folder, track
-        self._next: dict[str, Any] = {}
         if folder is None:
             return
         try:
@@ -62,10 +61,6 @@ class MetricWriter:
             self._board = _Board(folder.tensorboard)
         except OSError as error:
             raise cannot_write(folder.metrics, error) from error
-
-    def add_to_next(self, values: Mapping[str, Any]) -> None:
-        """Write these numbers in the next line, beside its own."""
-        self._next |= values
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write the numbers of one step.
@@ -81,8 +76,6 @@ class MetricWriter:
         if folder is None:
             return
         folder.check()
-        values = {**values, **self._next}
-        self._next.clear()
         numbers = {name: _number(value) for name, value in values.items()}
         line = {"step": step} | {name: _json(n) for name, n in numbers.items()}
         try:

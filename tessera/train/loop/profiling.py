@@ -17,7 +17,6 @@ import jax
 from tessera.debug.profile_report import Profile, of_program
 from tessera.errors import OutputPathError
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.communication_metrics import seconds
 from tessera.train.loop.console import log
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.run_folder import RunFolder
@@ -139,7 +138,11 @@ class Window:
         report = self._report().from_trace(self._folder, measured)
         write_profile(self._folder, report)
         if report.measured is not None:
-            self._write(self._last, seconds(report.measured))
+            times = report.measured.communication.items()
+            # A character that all trackers take in a name.
+            names = {"-".join(axes): spent.seconds for axes, spent in times}
+            numbers = {f"communication_seconds/{n}": s for n, s in names.items()}
+            self._write(self._last, numbers)
         log.info("%s", report.as_text())
         log.info(
             "the trace is in %s: xprof and TensorBoard open the folder, Perfetto the "

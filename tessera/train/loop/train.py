@@ -11,7 +11,6 @@ from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.config.command_line import Composed
 from tessera.train.config.layout_checks import target_of
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.communication_metrics import new_bytes
 from tessera.train.loop.console import Console, log
 from tessera.train.loop.folder_lock import FolderLock
 from tessera.train.loop.metrics import MetricWriter
@@ -114,8 +113,6 @@ def train(
         rows = run_rows(run)
         console.show_run_table(rows)
         records.write("program", rows=rows)
-        if folder is not None and not settings.training.eval_only:
-            writer.add_to_next(new_bytes(run.compiled.collectives, folder.metrics))
         if here.count > 1:
             here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")

@@ -3,6 +3,8 @@
 
 import json
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from tessera.debug.profile_report import of_program
 from tessera.errors import OutputPathError
 from tessera.graph.jit import function
+from tessera.train.loop import profiling
 from tessera.train.loop.profiling import Window, write_profile
 
 SQUARE = function(lambda x: x @ x)
@@ -153,3 +156,26 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
         "  fix: make room there, or set training.profile_communication=false\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T504.html"
     )
+
+
+def test_measured_seconds_are_at_the_last_step_that_was_profiled(tmp_path, monkeypatch):
+    spent = {("fsdp", "tp"): SimpleNamespace(seconds=0.5)}
+    measured: Any = SimpleNamespace(communication=spent)
+    report: Any = SimpleNamespace(measured=measured, as_text=lambda: "")
+    report.from_trace = lambda *_: report
+    monkeypatch.setattr(profiling, "write_profile", lambda *_: None)
+    monkeypatch.setattr(profiling.jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: None)
+    written = []
+    window = Window(
+        tmp_path,
+        lambda: report,
+        wait=1,
+        warmup=0,
+        active=2,
+        write=lambda *line: written.append(line),
+    )
+    for step in range(11, 20):
+        window.before(step, lambda: None)
+    window.close()
+    assert written == [(13, {"communication_seconds/fsdp-tp": 0.5})]

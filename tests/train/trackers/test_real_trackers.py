@@ -24,7 +24,7 @@ step = int(step)
 opened = open_run_folder(Path(folder), text, continued_step=step or None)
 with tracked(opened, text, lambda: not step) as log:
     log(step + 1, {"loss": 2.5})
-    log(step + 2, {"loss": 2.0, "communication_bytes/dp-fsdp": 1024.0})
+    log(step + 2, {"loss": 2.0, "communication_seconds/dp-fsdp": 0.5})
 """
 CONFIG = "name: small\ntraining: {steps: %d, tracker: %s}\n"
 
@@ -52,7 +52,7 @@ def test_wandb_goes_on_offline_under_the_same_id(tmp_path):
     assert folders
     assert all(folder.name.endswith(run_id) for folder in folders)
     written = b"".join(file.read_bytes() for f in folders for file in f.glob("*.wandb"))
-    assert b"communication_bytes/dp-fsdp" in written
+    assert b"communication_seconds/dp-fsdp" in written
 
 
 @pytest.mark.full
