@@ -89,6 +89,7 @@ def settings_of_text(text: str) -> Config:
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
         _rename(values["training"])
+        values["runtime"].pop("timeline_dir", None)  # of earlier versions
         model = values["model"].get("definition", DECODER)
         config = schema(definition_of(model))
         cls = OPTIMIZERS[values["optimizer"]["name"]]

@@ -223,8 +223,6 @@ class RuntimeConfig:
         of each, or v5e:4x4; null is this machine.
       target_compiler: native is the target's own compiler; cpu stands in for one that
         is not installed, and its figures are not the target's.
-      timeline_dir: A folder, in which a dry run for a target writes the timeline that
-        it predicts: timeline.json, for ui.perfetto.dev; null writes no file.
       platform: What to run on; auto takes what JAX prefers. On cpu, the devices that
         the mesh asks for are simulated.
       compile_cache: A folder, private to the user, of compiled programs, which a later
@@ -267,7 +265,6 @@ class RuntimeConfig:
 
     target: str | None = setting(None)
     target_compiler: str = setting("native", choices=("native", "cpu"))
-    timeline_dir: str | None = setting(None)
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     compile_cache: str | None = setting(None)
     xla_flags: str | None = setting(None)

@@ -93,7 +93,7 @@ EXCLUDED: Final = (
 )
 # What a feature would read that is off.
 UNREAD: Final = (
-    Conflict("runtime.target=null", "runtime.target_compiler runtime.timeline_dir"),
+    Conflict("runtime.target=null", "runtime.target_compiler"),
     Conflict(
         "training.profile_communication=false",
         "training.profile_wait training.profile_warmup training.profile_active",

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a run in a table before its first step, and prints a dry run."""
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
-from tessera.analysis.timeline.report import Timeline
 from tessera.mesh import Mesh
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
-from tessera.train.loop.run_folder import cannot_write
 from tessera.train.models.model import Model
 from tessera.train.runtime.compile_cache import make_compile_cache
 
@@ -103,10 +99,6 @@ def dry_run(run: Run, notes: Sequence[str]) -> None:
             log.info("%s", line)
         console.show_run_table(run_rows(run))
         log.info("%s", dry_run_text(run))
-        if run.config.runtime.timeline_dir is not None:
-            folder = Path(run.config.runtime.timeline_dir)
-            file = write_timeline(run.compiled.timeline, folder)
-            log.info("the timeline is in %s", file)
 
 
 def dry_run_text(run: Run) -> str:
@@ -119,25 +111,3 @@ def dry_run_text(run: Run) -> str:
     if run.mesh.target is not None:
         parts.append(compiled.timeline.as_text())
     return "\n\n".join(parts)
-
-
-def write_timeline(timeline: Timeline, folder: Path) -> Path:
-    """Write the timeline of a dry run.
-
-    Args:
-      timeline: The prediction.
-      folder: Where to; it is made, and the file of an earlier run is overwritten.
-
-    Returns:
-      ``timeline.json``, for ui.perfetto.dev.
-
-    Raises:
-      OutputPathError: [T504] the folder cannot be made or written.
-    """
-    path = folder / "timeline.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(timeline.as_perfetto()), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise cannot_write(folder, error) from error
-    return path

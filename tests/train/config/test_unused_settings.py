@@ -44,7 +44,6 @@ UNUSED = {
     ("training.spike_threshold=3",): "training.on_spike=none",
     ("training.spike_window=9",): "training.on_spike=none",
     ("optimizer.nesterov=true", *SGD): "optimizer.momentum=0.0",
-    ("runtime.timeline_dir=there",): "runtime.target=null",
 }
 # The same settings where something reads them.
 USED = [

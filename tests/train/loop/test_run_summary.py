@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a run, and the whole answer of a dry run."""
 
-import json
 from typing import Any
 
 import jax
@@ -9,12 +8,11 @@ import pytest
 
 from tessera.analysis.collective import Collective
 from tessera.analysis.memory import format_bytes
-from tessera.errors import OutputPathError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.run_summary import dry_run_text, run_rows, write_timeline
+from tessera.train.loop.run_summary import dry_run_text, run_rows
 from tests.small_model import SMALL
 
 # What was compiled elsewhere has the lines of elsewhere, which say what is planned.
@@ -139,20 +137,6 @@ def test_a_dry_run_for_a_target_predicts_the_time_of_a_step(on_target):
     assert "predicted step on cpu:4: " in text
     # Three microbatches through the loop over two layers.
     assert max(event.times for event in timeline.events) >= 6
-
-
-@pytest.mark.full
-def test_a_timeline_is_written_into_a_folder(on_target, tmp_path):
-    trace = write_timeline(on_target.compiled.timeline, tmp_path / "there")
-    assert json.loads(trace.read_text())["traceEvents"]
-    assert trace == tmp_path / "there" / "timeline.json"
-
-
-@pytest.mark.full
-def test_a_folder_that_cannot_be_made_is_named(on_target, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputPathError, match="T504"):
-        write_timeline(on_target.compiled.timeline, tmp_path / "file" / "in")
 
 
 @pytest.mark.full
