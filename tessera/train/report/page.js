@@ -75,13 +75,4 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => charts.forEach((c, i) => draw(c, i, dark.matches)));
 
-const follow = document.getElementById("follow");
-if (follow) {
-  follow.checked = stored("follow") !== "no";
-  follow.addEventListener("change", () => store("follow", follow.checked ? "yes" : "no"));
-  setInterval(() => {
-    const reads = document.querySelector("details[open]") || charts.includes(document.activeElement);
-    if (follow.checked && !document.hidden && !reads) location.reload();
-  }, 1000 * follow.dataset.seconds);
-}
 document.documentElement.dataset.drawn = charts.length;

@@ -20,11 +20,6 @@ from tessera.train.report.markup import Html, join, paragraph, text
 from tessera.train.report.run_files import RunFiles, read_run
 
 _log: Final = logging.getLogger("tessera")
-_FOLLOW: Final = (
-    '<p class="watch"><label><input type="checkbox" id="follow" checked '
-    'data-seconds="{every:g}"> Reload every {every:g} seconds, unless a chart or a '
-    "table is in use</label></p>"
-)
 _Section: TypeAlias = Callable[[Sequence[RunFiles]], Html]
 _SECTIONS: Final[Mapping[str, _Section]] = {
     "Summary": summary.summary,
@@ -39,15 +34,12 @@ _SECTIONS: Final[Mapping[str, _Section]] = {
 }
 
 
-def write_report(
-    folders: Sequence[Path], output: Path, *, every: float | None = None
-) -> None:
+def write_report(folders: Sequence[Path], output: Path) -> None:
     """Write the report of runs, so that a reader sees the old file or the new one.
 
     Args:
       folders: Those of the runs; the same one twice counts once.
       output: The HTML file.
-      every: Seconds until the page reads itself again; None never does.
 
     Raises:
       OutputPathError: [T504] a folder is not that of a run, or the file cannot be
@@ -58,7 +50,7 @@ def write_report(
     if len(unique) > 1:  # what tells them apart
         common = os.path.commonpath(unique)
         names = (os.path.relpath(path, common) for path in unique)
-    page = report_page([*map(read_run, unique.values(), names)], every)
+    page = report_page([*map(read_run, unique.values(), names)])
     partial = output.with_name(f"{output.name}.{os.getpid()}.partial")
     try:
         partial.write_text(page, encoding="utf-8")
@@ -72,12 +64,11 @@ def write_report(
         ) from error
 
 
-def report_page(runs: Sequence[RunFiles], every: float | None = None) -> Html:
+def report_page(runs: Sequence[RunFiles]) -> Html:
     """The whole file.
 
     Args:
       runs: At least one.
-      every: Seconds until the page reads itself again; None never does.
     """
     from plotly.offline import get_plotlyjs  # here, as it is needed by reports alone
 
@@ -89,7 +80,6 @@ def report_page(runs: Sequence[RunFiles], every: float | None = None) -> Html:
         title=text(f"Report of {', '.join(run.name for run in runs)}"),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         nonce=secrets.token_urlsafe(16),
-        follow="" if every is None else _FOLLOW.format(every=every),
         links=join(
             Html(f'<li><a href="#{_key(title)}">{title}</a></li>')
             for title in _SECTIONS

@@ -44,7 +44,6 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     runs["two"] = [*runs["one"], make_run(folder / "runs" / "two", settings=other)]
     for name, folders in runs.items():
         write_report(folders, folder / f"{name}.html")
-    write_report(runs["one"], folder / "watched.html", every=2)
     return {file.stem: file for file in folder.glob("*.html")}
 
 
@@ -124,9 +123,8 @@ def test_a_chart_is_reached_and_zoomed_by_keys(browser, reports):
 
 def test_a_zoom_outlives_a_reload(browser, reports):
     limits = "() => document.querySelector('.chart')._fullLayout.xaxis.range"
-    with Opened(browser, reports["watched"]) as opened:
+    with Opened(browser, reports["one"]) as opened:
         page = opened.page
-        page.uncheck("#follow")
         page.focus(".chart")
         page.keyboard.press("+")
         page.wait_for_function(
@@ -136,7 +134,6 @@ def test_a_zoom_outlives_a_reload(browser, reports):
         page.reload()
         page.wait_for_selector("html[data-drawn]")
         assert page.evaluate(limits) == zoomed
-        assert not page.is_checked("#follow")
 
 
 def test_a_printed_report_shows_its_tables(browser, reports):

@@ -214,12 +214,6 @@ def test_a_report_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path
     assert not [*tmp_path.glob("*.partial")]
 
 
-def test_a_page_that_is_watched_can_be_told_not_to_reload(tmp_path):
-    run = read_run(make_run(tmp_path / "a"))
-    assert '<input type="checkbox" id="follow"' in report_page([run], every=5)
-    assert 'id="follow"' not in report_page([run])
-
-
 def test_the_style_and_the_script_are_beside_the_module():
     here = Path(page.__file__)
     assert here.with_suffix(".css").is_file()

@@ -34,31 +34,6 @@ def test_a_folder_without_a_run_is_a_coded_error(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("[T504] there is no run to report on\n")
 
 
-def test_watching_writes_the_report_again_until_it_is_interrupted(
-    tmp_path, monkeypatch, capsys
-):
-    run = make_run(tmp_path / "a")
-    waits = []
-
-    def wait(seconds):
-        waits.append(seconds)
-        (run / "metrics.jsonl").write_text('{"step": 201, "loss": 1.25}\n')
-        if len(waits) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("tessera.train.commands.report.time.sleep", wait)
-    assert main(["report", str(run), "--watch=5"]) == 0
-    assert waits == [5, 5]
-    assert "Loss 1.25 at step 201." in (run / "report.html").read_text()
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon", "1e9"])
-def test_watching_takes_seconds(seconds, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", "a", f"--watch={seconds}"])
-    assert "--watch" in capsys.readouterr().err
-
-
 def test_the_report_imports_no_jax():
     program = "import sys, tessera.train.report.page; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
