@@ -32,5 +32,4 @@ from tessera.ops.rematerialization import remat as remat
 from tessera.shard import DistTensor as DistTensor
 from tessera.shard import ShardSpec as ShardSpec
 from tessera.tracing.casts import autocast as autocast
-from tessera.train.planner.plan_step import plan as plan
 from tessera.version import __version__ as __version__

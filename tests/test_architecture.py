@@ -141,7 +141,6 @@ def test_the_public_names_are_these():
             "mesh",
             "nn",
             "op",
-            "plan",
             "remat",
             "schedule",
             "value_and_grad",

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Final
@@ -98,23 +98,6 @@ class Target:
     def is_stand_in(self) -> bool:
         """Whether another compiler stands in for that of the machine."""
         return self.compiler != self.machine.compiler
-
-    def doubled(self) -> "Target":
-        """The target with twice as many devices, in the same host where it has room.
-
-        Raises:
-          TargetError: [T711] there is none of that size.
-        """
-        sizes = list(self.shape)
-        if self.machine.is_torus:
-            place = sizes.index(min(sizes))
-        else:
-            has_room = 2 * sizes[-1] <= self.machine.devices_per_host
-            place = len(sizes) - 1 if has_room else 0
-        sizes[place] *= 2
-        text = f"{self.machine.file}" if self.machine.file else self.machine.name
-        found = self.parse(f"{text}:{'x'.join(map(str, sizes))}")
-        return replace(found, machine=self.machine, compiler=self.compiler)
 
     @property
     def is_installed(self) -> bool:

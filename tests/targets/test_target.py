@@ -109,21 +109,3 @@ def test_the_cpu_stands_in_where_asked():
 def test_the_first_dim_of_a_torus_varies_fastest():
     assert Target.parse("v5e:2x4").coordinates[:3] == ((0, 0), (1, 0), (0, 1))
     assert Target.parse("7x:2x2x1").coordinates[:3] == ((0, 0, 0),) * 2 + ((1, 0, 0),)
-
-
-@pytest.mark.parametrize(
-    ("name", "larger"),
-    [
-        ("h100:1x4", "h100:1x8"),
-        ("h100:1x8", "h100:2x8"),
-        ("v5p:2x2x4", "v5p:4x2x4"),
-        ("cpu:3", "cpu:6"),
-    ],
-)
-def test_a_target_is_doubled_where_there_is_room(name, larger):
-    assert Target.parse(name).doubled().name == larger
-
-
-def test_the_largest_target_has_no_double():
-    with pytest.raises(TargetError):
-        Target.parse("v5e:16x16").doubled()

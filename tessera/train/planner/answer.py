@@ -101,7 +101,6 @@ class Answer:
                 "The compiler of the target is not installed, so attention is that of "
                 "CPUs in these estimates, and nothing was compiled."
             )
-        yield from self._better()
         yield ""
         yield self.command(self.best.layout)
 
@@ -121,20 +120,6 @@ class Answer:
                 needed = format_bytes(each.prediction.memory_bytes)
                 reason = each.problem or f"needs {needed}"
                 yield f"compiled, and left out: {describe(each.layout)}: {reason}"
-
-    def _better(self) -> Iterator[str]:
-        larger, best = self.found.larger, self.best.prediction
-        if larger is None or larger.prediction.seconds > 0.97 * best.seconds:
-            return
-        # Estimates are compared with estimates.
-        estimate = self.best.estimate or best
-        gain = 1 - larger.prediction.seconds / estimate.seconds
-        if gain > 0.03:
-            need = format_bytes(larger.prediction.memory_bytes)
-            yield (
-                f"{100 * gain:.0f} % faster, if devices had {need}: "
-                f"{describe(larger.layout)}"
-            )
 
     def _cells(self, rank: int, candidate: Candidate) -> list[str]:
         found, capacity = candidate.prediction, self.target.machine.memory_bytes

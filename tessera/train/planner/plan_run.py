@@ -15,14 +15,12 @@ from tessera.train.config.layout_checks import target_of
 from tessera.train.config.overrides import is_choice, parse
 from tessera.train.config.run_config import Config
 from tessera.train.planner.answer import Answer, describe
-from tessera.train.planner.layout import Layout, without
+from tessera.train.planner.layout import without
 from tessera.train.planner.search import Candidate, SearchResult, search
 from tessera.train.planner.search_space import AXES, Space
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.verify import default_processes, verify
 
-# The largest target that is tried where none is found: 64 times as many devices.
-_MOST_DOUBLINGS: Final = 6
 _DRY: Final = ("training.dry_run=true",)
 
 
@@ -55,7 +53,7 @@ def plan_run(
     note("ranking layouts")
     found = search(space, model)
     if not found.best:
-        raise _nothing_fits(found, space, model)
+        raise _nothing_fits(found, target)
     words = _line(words, space)
     answer = Answer(target, space, tuple(words), found)
     if not verified or not target.is_installed:
@@ -117,8 +115,7 @@ def _line(words: Sequence[str], space: Space) -> list[str]:
     return kept if has_batch else [*kept, batch]
 
 
-def _nothing_fits(found: SearchResult, space: Space, model: StepModel) -> PlanError:
-    target = model.target
+def _nothing_fits(found: SearchResult, target: Target) -> PlanError:
     if found.smallest is None:
         reasons = [str(error) for error in found.example.values()]
         return PlanError(
@@ -126,35 +123,15 @@ def _nothing_fits(found: SearchResult, space: Space, model: StepModel) -> PlanEr
             got="\n".join(reasons[:3]),
             fix="use another number of devices, or another training.global_batch_size",
         )
-    nbytes, layout = found.smallest.prediction.memory_bytes, found.smallest.layout
+    nbytes, layout = found.smallest
     capacity = target.machine.memory_bytes
-    fix = "use a machine with more memory, or a smaller model, batch or sequence"
-    if (fitting := _nearest_fitting(space, model, nbytes / capacity)) is not None:
-        larger, best = fitting
-        fix = f"use runtime.target={larger.name}, where {describe(best)} fits\nor {fix}"
     return PlanError(
         f"no layout of this run fits the memory of {target.name}",
-        got=f"{format_bytes(nbytes)} of {format_bytes(capacity)} with least memory: "
-        f"{describe(layout)}",
-        fix=fix,
+        got=f"{format_bytes(round(nbytes))} of {format_bytes(capacity)} with least "
+        f"memory: {describe(layout)}",
+        fix="use more devices, a machine with more memory, or a smaller model, batch "
+        "or sequence",
     )
-
-
-def _nearest_fitting(
-    space: Space, model: StepModel, times: float
-) -> tuple[Target, Layout] | None:
-    """The smallest of some larger targets that a layout fits, and that layout."""
-    target = model.target
-    for doubled in range(1, _MOST_DOUBLINGS + 1):
-        try:
-            target = target.doubled()
-        except TargetError:
-            return None
-        if 2**doubled >= times:
-            found = search(space, StepModel(model.config, model.work, target))
-            if found.best:
-                return target, found.best[0].layout
-    return None
 
 
 def _progress(each: Candidate) -> str:

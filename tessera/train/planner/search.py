@@ -33,14 +33,12 @@ class Candidate:
       prediction: What is expected of it.
       is_safe: Whether it fits by more than the error of a prediction of memory; of a
         compiled one, whether it fits.
-      estimate: What was predicted before it was compiled.
       problem: Why the compiler gave no figures.
     """
 
     layout: Layout
     prediction: Prediction
     is_safe: bool
-    estimate: Prediction | None = None
     problem: str = ""
 
 
@@ -50,8 +48,7 @@ class SearchResult:
 
     Attributes:
       best: Layouts that fit, fastest first.
-      smallest: The layout that takes least memory, whether it fits or not.
-      larger: The fastest that would fit a device of twice the memory, and not this one.
+      smallest: The least memory of a layout, whether it fits or not, and that layout.
       looked_at: Layouts whose time or memory was predicted.
       too_large: Of these, how many do not fit.
       rejected: How many meshes or schedules are not legal, by the code and the headline
@@ -60,8 +57,7 @@ class SearchResult:
     """
 
     best: list[Candidate] = field(default_factory=list)
-    smallest: Candidate | None = None
-    larger: Candidate | None = None
+    smallest: tuple[float, Layout] | None = None
     looked_at: int = 0
     too_large: int = 0
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -162,27 +158,19 @@ class _Search:
                 safe = variant
 
     def _candidate(self, layout: Layout) -> Candidate | None:
-        """A legal layout and its prediction, if it may fit."""
+        """A legal layout and its prediction, if it fits."""
         self.found.looked_at += 1
         nbytes = self.model.memory(layout).total
-        fits = nbytes <= self.capacity
         smallest = self.found.smallest
-        is_new = smallest is None or nbytes < smallest.prediction.memory_bytes
-        self.found.too_large += not fits
-        if not (fits or is_new or nbytes <= 2 * self.capacity):
+        if smallest is None or nbytes < smallest[0]:
+            self.found.smallest = nbytes, layout
+        if nbytes > self.capacity:
+            self.found.too_large += 1
             return None
-        prediction = self.model.predict(layout)
         safe = is_safe(nbytes, self.model.target.machine)
-        candidate = Candidate(layout, prediction, safe)
-        if is_new:
-            self.found.smallest = candidate
-        if fits:
-            self.fitting.append(candidate)
-            return candidate
-        larger = self.found.larger
-        if larger is None or _seconds(candidate) < _seconds(larger):
-            self.found.larger = candidate
-        return None
+        candidate = Candidate(layout, self.model.predict(layout), safe)
+        self.fitting.append(candidate)
+        return candidate
 
 
 def _seconds(candidate: Candidate) -> tuple[float, int]:

@@ -104,7 +104,7 @@ def _verified(estimate: Candidate, figures: dict[str, Any], capacity: int) -> Ca
         compiled=True,
     )
     fits = figures["memory"] <= capacity
-    return Candidate(estimate.layout, prediction, fits, before)
+    return Candidate(estimate.layout, prediction, fits)
 
 
 def figures(words: list[str]) -> dict[str, Any]:

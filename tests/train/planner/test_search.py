@@ -78,12 +78,10 @@ def test_layouts_fit_the_memory_of_a_device():
     tight = found(memory=room)
     assert tight.too_large > 0
     assert all(each.prediction.memory_bytes <= room for each in tight.best)
-    assert tight.larger is not None
-    assert room < tight.larger.prediction.memory_bytes <= 2 * room
 
 
 def test_without_room_the_smallest_layout_is_known():
     nothing = found(memory=1000)
     assert nothing.best == []
     assert nothing.smallest is not None
-    assert nothing.smallest.prediction.memory_bytes > 1000
+    assert nothing.smallest[0] > 1000

@@ -52,7 +52,7 @@ def test_what_the_compiler_says_orders_the_answer(monkeypatch):
     assert first.prediction.seconds == 3.0
     assert first.prediction.memory_bytes == 800
     assert first.prediction.compiled
-    assert second.estimate.seconds == 1.0
+    assert second.prediction.seconds == 7.0
 
 
 def test_a_layout_that_does_not_fit_makes_room_for_the_next(monkeypatch):
