@@ -161,58 +161,6 @@ def test_ranks_that_another_launcher_starts(start_ranks):
         assert "step 3: 2\n" in outcome.out
 
 
-def exported_variables(world_size):
-    """What a user exports on each machine, beside RANK."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return {**address, "WORLD_SIZE": str(world_size)}
-
-
-@pytest.mark.slow(reason="it starts processes")
-def test_launchers_on_several_machines_start_one_run(start):
-    """As by hand, with exported variables: the second begins with rank 2."""
-    exported = exported_variables(3)
-    command = "-m", "tessera.train.commands.launch", "--grace=5"
-    machines = [
-        start(
-            *(*command, f"--nprocs={count}", str(PROGRAM)),
-            environ={**exported, "RANK": str(first)},
-        )
-        for first, count in ((0, 2), (2, 1))
-    ]
-    for ranks, one in zip(((0, 1), (2,)), machines, strict=True):
-        outcome = one.wait()
-        assert outcome.code == 0, outcome.err
-        for rank in ranks:
-            assert (
-                f": rank {rank} of 3, by tessera.train.commands.launch" in outcome.out
-            )
-            assert f"[rank {rank}] step 3: 3\n" in outcome.out
-
-
-@pytest.mark.slow(reason="it starts processes")
-def test_a_rank_that_fails_ends_the_launchers_of_the_other_machines(start):
-    exported = exported_variables(2)
-    machines = [
-        start(
-            *(
-                "-m",
-                "tessera.train.commands.launch",
-                "--nprocs=1",
-                "--grace=5",
-                str(PROGRAM),
-            ),
-            *("fault=raise", "on=1"),
-            environ={**exported, "RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]
-    first, second = (one.wait() for one in machines)
-    assert second.code == 1
-    assert second.last == "[rank 1] RuntimeError: the step is broken"
-    assert first.code != 0
-    assert first.err.splitlines()[0] == "[launch] starting rank 0 of 2"
-
-
 @pytest.mark.slow(reason="it starts a process")
 def test_a_single_process_starts_no_coordinator(launch):
     outcome = launch("--nprocs=1", str(PROGRAM)).wait()

@@ -101,11 +101,6 @@ class Composed:
         """Every setting by its dotted path, as one would write it."""
         return {path: as_yaml(value) for path, value in walk(yaml.safe_load(self.text))}
 
-    @property
-    def of_all_ranks(self) -> dict[str, str]:
-        """The same without the number of a process: what is alike on every rank."""
-        return {k: v for k, v in self.flat.items() if k != "runtime.process_id"}
-
 
 @dataclass(frozen=True)
 class _Model:

@@ -239,10 +239,6 @@ class RuntimeConfig:
         null never does. It needs deterministic numerics, holds two copies of this
         process's part of the state in the memory of the host, and compiles the step
         once more.
-      coordinator_address: Where rank 0 is, host:port; given to each process with the
-        next two. null asks the environment, as docs/guides/launch.md says.
-      num_processes: Processes of the run; null asks the environment.
-      process_id: Which of them this one is, from 0; null asks the environment.
       rendezvous_timeout: Seconds that processes wait for each other, at the start and
         to compare what they compiled.
       heartbeat_timeout: Seconds until a process without a sign of life counts as dead.
@@ -271,9 +267,6 @@ class RuntimeConfig:
     optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
     verify_every: int | None = setting(None, least=1, most=MOST_COUNT)
-    coordinator_address: str | None = setting(None)
-    num_processes: int | None = setting(None, least=1, most=2**20)
-    process_id: int | None = setting(None, least=0, most=2**20 - 1)
     rendezvous_timeout: float = setting(300.0, above=0, most=A_YEAR_S)
     heartbeat_timeout: int = setting(100, least=1, most=A_YEAR_S)
     shutdown_timeout: int = setting(300, least=1, most=A_YEAR_S)

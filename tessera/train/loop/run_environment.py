@@ -30,14 +30,9 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
     return joined(
         Cluster(source="a dry run")
         if composed.config.training.dry_run
-        else detect(
-            os.environ,
-            coordinator_address=runtime.coordinator_address,
-            num_processes=runtime.num_processes,
-            process_id=runtime.process_id,
-        ),
+        else detect(os.environ),
         {
-            "configuration": composed.of_all_ranks,
+            "configuration": composed.flat,
             "modules": module_fingerprint(modules),
         },
         shared=str(composed.output_dir.absolute()),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects this process's rank in its run, from arguments or environment variables.
+"""Detects this process's rank in its run, from environment variables.
 
-``detect`` asks one source after another and takes the first that answers: arguments,
-the variables of torchrun, which this launcher sets too, of Slurm, MPI, and of an
-indexed Kubernetes job. If none answers, the process is alone.
+``detect`` asks one source after another and takes the first that answers: the
+variables of torchrun, which this launcher sets too, of Slurm, MPI, and of an indexed
+Kubernetes job. If none answers, the process is alone.
 
 JAX detects Slurm, Open MPI and Kubernetes too, but does not skip incomplete variables,
 such as those of a shell inside a job, and does not say why it chose a source. Here an
@@ -81,25 +81,14 @@ class Cluster:
         return "; ".join((text, *self.notes))
 
 
-def detect(
-    environ: Mapping[str, str],
-    *,
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-) -> Cluster:
+def detect(environ: Mapping[str, str]) -> Cluster:
     """This process's rank and run, from the first source that has them.
 
     Args:
       environ: The environment variables.
-      coordinator_address: ``host:port`` of rank 0. This and the next two are given
-        together or not at all.
-      num_processes: Processes of the run.
-      process_id: The rank.
 
     Raises:
-      ProcessLayoutError: [T704] arguments or variables are incomplete or contradict
-        each other.
+      ProcessLayoutError: [T704] variables contradict each other.
 
     Example:
       >>> torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
@@ -107,13 +96,6 @@ def detect(
       ... # doctest: +ELLIPSIS
       Cluster(rank=3, world_size=8, local_rank=3, local_size=1, ...)
     """
-    arguments = {
-        "runtime.coordinator_address": coordinator_address,
-        "runtime.num_processes": num_processes,
-        "runtime.process_id": process_id,
-    }
-    if any(value is not None for value in arguments.values()):
-        return _from_arguments(arguments)
     notes: list[str] = []
     for source in (_from_torchrun, _from_slurm, _from_mpi, _from_pods):
         cluster = source(environ, notes.append)
@@ -127,48 +109,6 @@ def detect(
         _, port = cluster.coordinator or (LOOPBACK, DEFAULT_PORT)
         return replace(cluster, coordinator=(LOOPBACK, port))
     return Cluster(notes=tuple(notes))
-
-
-def read_address(text: str, name: str) -> Address:
-    """Parse ``host:port`` or ``[address]:port``.
-
-    Args:
-      text: The text.
-      name: What the message calls it.
-
-    Raises:
-      ProcessLayoutError: [T704] it has another form, or no such port exists.
-    """
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    # The port after the coordinator's is taken too, for the rendezvous.
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65535):
-        raise ProcessLayoutError(
-            f"{name} is no address",
-            got=f"{name}={text}",
-            fix="write host:port, with a port from 1 to 65534",
-        )
-    return host, int(port)
-
-
-def _from_arguments(arguments: Mapping[str, str | int | None]) -> Cluster:
-    missing = [name for name, value in arguments.items() if value is None]
-    if missing:
-        present = ", ".join(f"{k}={v}" for k, v in arguments.items() if v is not None)
-        raise ProcessLayoutError(
-            "the settings of a run of several processes are given together",
-            got=f"{present}, without {' and '.join(missing)}",
-            fix="give all three, or none and a launcher: tessera launch",
-        )
-    address, count, rank = arguments.values()
-    cluster = Cluster(
-        rank=int(rank or 0),
-        world_size=int(count or 0),
-        coordinator=read_address(str(address), "runtime.coordinator_address"),
-        source="runtime.process_id",
-    )
-    _check_rank(cluster)
-    return Cluster(source="runtime.num_processes=1") if count == 1 else cluster
 
 
 def _check_rank(cluster: Cluster) -> None:

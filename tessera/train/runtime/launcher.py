@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 
 from tessera.train.files.file_locks import lock
 from tessera.train.runtime import exit_codes
-from tessera.train.runtime.cluster import LOOPBACK, Address
+from tessera.train.runtime.cluster import LOOPBACK
 from tessera.train.runtime.exit_codes import STOP_SIGNALS
 from tessera.train.runtime.launcher_protocol import (
     LOCK_FILE,
@@ -69,20 +69,12 @@ class LaunchPlan:
       num_ranks: Ranks to start here.
       max_restarts: How often to start all ranks again after a failure.
       grace: Seconds from asking a rank to end to killing it.
-      first_rank: The first of them.
-      world_size: Ranks of the run, where others start some of them; None for those
-        that are started here.
-      master: Host and port of rank 0, where others start some ranks; None for a free
-        port of this machine.
     """
 
     command: tuple[str, ...]
     num_ranks: int
     max_restarts: int = 0
     grace: float = 30.0
-    first_rank: int = 0
-    world_size: int | None = None
-    master: Address | None = None
 
 
 class Launcher:
@@ -130,29 +122,28 @@ class Launcher:
 
     def _start(self, number: int, folder: Path) -> "Attempt":
         plan = self._plan
-        master = plan.master or (LOOPBACK, free_port())
-        first, last = plan.first_rank, plan.first_rank + plan.num_ranks - 1
-        names = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        total = f" of {plan.world_size}" if plan.world_size is not None else ""
+        port = free_port()
+        last = plan.num_ranks - 1
+        names = f"ranks 0 to {last}" if last else "rank 0"
         nth = f", attempt {number + 1}" if number else ""
-        self._log(f"starting {names}{total}{nth}")
+        self._log(f"starting {names}{nth}")
         attempt = Attempt(
             self._events,
             plan.grace,
             self._log,
             lambda: end_attempt(folder, number),
         )
-        for local_rank in range(plan.num_ranks):
+        for rank in range(plan.num_ranks):
             environment = {
                 **self._environ,
-                **rank_variables(plan, local_rank, master),
+                **rank_variables(rank, plan.num_ranks, port),
                 **launcher_variables(folder, number),
             }
             attempt.ranks.append(
                 RankProcess(
                     plan.command,
                     environment,
-                    first + local_rank,
+                    rank,
                     self._show,
                     self._events.put,
                 )
@@ -161,7 +152,7 @@ class Launcher:
 
     def _report(self, attempt: "Attempt", failure: Failure) -> None:
         """Log the failure; what a person has to read comes last."""
-        first = attempt.ranks[failure.rank - self._plan.first_rank]
+        first = attempt.ranks[failure.rank]
         others = [
             f"rank {rank.rank}: {describe_exit(rank.returncode)}"
             for rank in attempt.ranks
@@ -349,17 +340,15 @@ class Attempt:
                 rank.kill()
 
 
-def rank_variables(
-    plan: LaunchPlan, local_rank: int, master: Address
-) -> dict[str, str]:
+def rank_variables(rank: int, count: int, port: int) -> dict[str, str]:
     """The environment variables from which a rank detects its run: torchrun's."""
     values = {
-        "RANK": plan.first_rank + local_rank,
-        "WORLD_SIZE": plan.world_size or plan.num_ranks,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": plan.num_ranks,
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": master[1],
+        "RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
         "PYTHONUNBUFFERED": 1,
         "PYTHONFAULTHANDLER": 1,
     }

@@ -7,7 +7,7 @@ from tessera.errors import ProcessLayoutError
 from tessera.train.runtime.cluster import Cluster, detect
 from tessera.train.runtime.cluster import _first_host as first_host
 from tessera.train.runtime.cluster import _tasks_on_node as tasks_on_node
-from tessera.train.runtime.launcher import LaunchPlan, rank_variables
+from tessera.train.runtime.launcher import rank_variables
 
 TORCHRUN = {
     "RANK": "3",
@@ -47,25 +47,6 @@ def test_a_process_without_any_launcher_is_alone():
     assert str(found) == "a single process: no launcher"
 
 
-def test_arguments_come_before_every_environment():
-    found = detect(
-        TORCHRUN | SLURM,
-        coordinator_address="[::1]:1234",
-        num_processes=2,
-        process_id=1,
-    )
-    assert (found.rank, found.world_size) == (1, 2)
-    assert found.coordinator == ("::1", 1234)
-    assert found.source == "runtime.process_id"
-
-
-def test_one_process_by_arguments_is_alone():
-    found = detect(
-        {}, coordinator_address="localhost:1234", num_processes=1, process_id=0
-    )
-    assert found.coordinator is None
-
-
 def test_the_order_of_environments_is_torchrun_slurm_mpi_kubernetes():
     environments = [TORCHRUN, SLURM, OPEN_MPI, KUBERNETES]
     sources = [
@@ -82,8 +63,7 @@ def test_the_order_of_environments_is_torchrun_slurm_mpi_kubernetes():
 
 
 def test_our_launcher_sets_torchruns_variables_and_is_named():
-    master = "127.0.0.1", 29500
-    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(LaunchPlan((), 4), 1, master)}
+    launched = {"TESSERA_LAUNCHER": "7", **rank_variables(1, 4, 29500)}
     found = detect(launched)
     assert (
         str(found)
@@ -229,27 +209,9 @@ def test_what_names_no_machine_is_refused_at_once(environment, text, fix):
     assert fix in error.value.fix
 
 
-def test_arguments_are_given_together():
-    with pytest.raises(ProcessLayoutError) as error:
-        detect({}, num_processes=2, process_id=0)
-    assert str(error.value) == (
-        "[T704] the settings of a run of several processes are given together\n"
-        "  got: runtime.num_processes=2, runtime.process_id=0, without "
-        "runtime.coordinator_address\n"
-        "  fix: give all three, or none and a launcher: tessera launch\n"
-        "  docs: https://tessera-spmd.github.io/tessera/errors/T704.html"
-    )
-
-
 def test_a_rank_is_one_of_its_run():
     with pytest.raises(ProcessLayoutError, match="rank 4 of 4 processes"):
         detect(TORCHRUN | {"RANK": "4"})
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.1:x", ":1", "host:65535"])
-def test_an_address_is_a_host_and_a_port(address):
-    with pytest.raises(ProcessLayoutError, match="is no address"):
-        detect({}, coordinator_address=address, num_processes=2, process_id=0)
 
 
 @pytest.mark.parametrize(
