@@ -17,7 +17,6 @@ from tessera.train.data import DataConfig
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.file_ranges import Unit
-from tessera.train.data.files import list_files
 from tessera.train.data.records import read_records
 from tessera.train.loop.trained_model import open_trained
 from tessera.train.models.families.published_files import (
@@ -142,16 +141,9 @@ def test_damaged_records_of_conversations(seed, encoder, tmp_path):
 
 
 @pytest.mark.fuzz(sample=20, whole=2000)
-def test_damaged_prompts_and_states(seed, tmp_path):
+def test_damaged_prompts(seed, tmp_path):
     draw, path = Draw(seed), tmp_path / "prompts"
     content = "one\nÉ😀\n\u2028 three\n".encode()
     path.write_bytes(damaged_bytes(draw, content))
     with bounded():
         assert "\n".join(_lines(str(path))) in path.read_text("utf-8-sig")
-    state = {"_data_files": [{"filename": "a.arrow"}], "_split": "train"}
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/dataset_info.json").write_text("{}")
-    content = damaged_json(draw, json.dumps(state).encode())
-    (tmp_path / "set/state.json").write_bytes(content)
-    with bounded():
-        [*list_files(str(tmp_path / "set"))]

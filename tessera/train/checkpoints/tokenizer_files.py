@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.tokenization import load_tokenizer
-from tessera.train.data.tokenizer_folder import TOOL_TEMPLATE
+from tessera.train.data.tokenizer_folder import TOKENIZER_FILE, TOOL_TEMPLATE
 from tessera.train.models.families.published_files import GENERATION_FILE
 
 # A tokenizer's own file, and what tokenizers of Hugging Face have beside it.
-_OWN: Final = ("tokenizer.json", "tokenizer.model")
+_OWN: Final = (TOKENIZER_FILE, "tokenizer.model")
 _BESIDE: Final = (
     "tokenizer_config.json",
     "special_tokens_map.json",

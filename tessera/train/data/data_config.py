@@ -82,8 +82,7 @@ class DataConfig:
       loss_on: For messages: which tokens are learned.
       max_bad_records: For text: how many records may be skipped because they have no
         text or no messages.
-      tokenizer: bytes, the path of a tokenizers file (.json) or of a sentencepiece
-        model (.model).
+      tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one.
       validation_fraction: The share of the data for validation; 0 disables it.
       sources: For mixture: the sources by name, each with path and weight, and with
         format, text_key, messages_key and loss_on where they differ from the default.

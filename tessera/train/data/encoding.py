@@ -203,7 +203,6 @@ def chat_template_of(
     Raises:
       TokenizerError: [T605] it has none.
     """
-    # sentencepiece does not tell special tokens in a text from their names.
     if not isinstance(tokenizer, JsonTokenizer):
         raise TokenizerError(
             "conversations need a tokenizer with a chat template",

@@ -19,18 +19,7 @@ from typing import BinaryIO, Final, cast
 
 from tessera.errors import DataFormatError, DataNotFoundError
 from tessera.train.data.optional_libraries import import_extra
-from tessera.train.data.table_files import (
-    ARROW,
-    PARQUET,
-    TABLES,
-    row_count,
-    row_group_ends,
-)
-from tessera.train.data.worker_process import (
-    READER_BYTES,
-    WorkerDiedError,
-    WorkerProcess,
-)
+from tessera.train.data.table_files import PARQUET, row_count, row_group_ends
 from tessera.train.files.regular_files import check_regular
 
 TEXT: Final = "text"
@@ -50,7 +39,7 @@ class Unit:
     Attributes:
       name: Its path relative to the corpus, with forward slashes.
       path: Its path on this machine.
-      format: ``text``, ``jsonl``, ``parquet`` or ``arrow``.
+      format: ``text``, ``jsonl`` or ``parquet``.
       begin: The first byte of the decompressed file, or the first row of a table.
       end: The end of the range, exclusive; None is the end of the file.
     """
@@ -118,7 +107,7 @@ class Unit:
         """Turn errors of the operating system and of decompression into coded ones."""
         try:
             yield
-        except (MemoryError, WorkerDiedError) as error:
+        except MemoryError as error:
             raise DataFormatError(
                 f"the data file {self.name!r} takes too much memory",
                 got=f"{self.path} takes more memory than there is",
@@ -127,7 +116,7 @@ class Unit:
         except (OSError, EOFError, zlib.error) as error:
             # pyarrow raises OSError without a number.
             number = getattr(error, "errno", None)
-            is_table = self.format in TABLES
+            is_table = self.format == PARQUET
             if number is None and (self.compression or is_table):
                 verb = f"read as {self.format}" if is_table else "decompressed"
                 raise DataFormatError(
@@ -207,7 +196,7 @@ def _rank(unit: Unit) -> float:
 def _cut(unit: Unit, fraction: float) -> int:
     size = _size(unit)
     cut = int(size * (1 - fraction))
-    if unit.format in TABLES:
+    if unit.format == PARQUET:
         return max(min(cut, size - 1), min(1, size))
     if unit.format == JSON_LINES:
         return _line_after(unit, cut)
@@ -217,21 +206,14 @@ def _cut(unit: Unit, fraction: float) -> int:
 
 def _size(unit: Unit) -> int:
     """Bytes of the decompressed file, or rows of a table."""
-    if unit.format == PARQUET:  # from its footer
-        return _num_rows(unit)
-    if unit.format == ARROW:  # its batches are decompressed
+    if unit.format == PARQUET:
         with unit.coded_errors():
-            return WorkerProcess(READER_BYTES).call(_num_rows, unit)
+            check_regular(unit.path)
+            return row_count(unit.path)
     with unit.open() as stream:
         if not unit.compression:
             return stream.seek(0, os.SEEK_END)
         return sum(map(len, iter(lambda: stream.read(_BUFFER_BYTES), b"")))
-
-
-def _num_rows(unit: Unit) -> int:
-    with unit.coded_errors():
-        check_regular(unit.path)
-        return row_count(unit.path, unit.format)
 
 
 def _line_after(unit: Unit, offset: int) -> int:
@@ -287,10 +269,9 @@ def _continuation_bytes(content: bytes) -> int:
 def divide(unit: Unit, unit_bytes: int = _UNIT_BYTES) -> list[Unit]:
     """Cut a unit into smaller ones that can be read in parallel.
 
-    Compressed and Arrow files stay whole: a reader has to go through all that comes
-    before.
+    Compressed files stay whole: a reader has to go through all that comes before.
     """
-    if unit.compression or unit.format == ARROW:
+    if unit.compression:
         return [unit]
     find_cuts = _group_cuts if unit.format == PARQUET else _byte_cuts
     cuts = [unit.begin, *find_cuts(unit, unit_bytes)]

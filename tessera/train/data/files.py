@@ -23,7 +23,6 @@ from tessera.errors import (
     EmptyDataError,
     SettingConflictError,
 )
-from tessera.errors.untrusted_text import parse_json
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.file_ranges import (
     COMPRESSIONS,
@@ -34,19 +33,19 @@ from tessera.train.data.file_ranges import (
     split,
 )
 from tessera.train.data.records import not_text
-from tessera.train.data.table_files import ARROW, PARQUET, TABLES
-from tessera.train.files.regular_files import is_kernel_file, read_regular
+from tessera.train.data.table_files import PARQUET
+from tessera.train.files.regular_files import is_kernel_file
 
 TEXT_SUFFIXES: Final = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
 _FOLDER_SUFFIXES: Final = (*TEXT_SUFFIXES, ".parquet")
 _FORMATS: Final[Mapping[str, str]] = MappingProxyType(
-    {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".parquet": PARQUET, ".arrow": ARROW}
+    {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".parquet": PARQUET}
 )
 # Some are text, which nobody means to train on as it is.
 _REFUSED: Final = (
-    ".json .csv .tsv .xlsx .xls .ods .feather .orc .avro .db .sqlite .sqlite3 .duckdb "
-    ".zip .tar .tgz .7z .rar .bz2 .xz .lz4 .npy .npz .pt .pth .h5 .hdf5 .safetensors "
-    ".bin .tfrecord .mds .pkl .pickle .joblib .pdf .docx .doc .odt .epub"
+    ".json .csv .tsv .xlsx .xls .ods .arrow .feather .orc .avro .db .sqlite .sqlite3 "
+    ".duckdb .zip .tar .tgz .7z .rar .bz2 .xz .lz4 .npy .npz .pt .pth .h5 .hdf5 "
+    ".safetensors .bin .tfrecord .mds .pkl .pickle .joblib .pdf .docx .doc .odt .epub"
 )
 
 # Generated tables, then packages that some distributions install separately: with
@@ -54,8 +53,6 @@ _REFUSED: Final = (
 _STDLIB_EXCLUDED = frozenset({"encodings", "pydoc_data"}) | frozenset(
     {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
 )
-# A name for each file of a data set.
-_LONGEST_STATE: Final = 2**24
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 
@@ -182,7 +179,7 @@ def _format(unit: Unit, setting: str) -> str:
     if suffix in _REFUSED.split():
         raise not_text(unit, f"another format, by its suffix {suffix}")
     kind = _FORMATS.get(suffix, TEXT)
-    if kind in TABLES and unit.compression:
+    if kind == PARQUET and unit.compression:
         raise not_text(unit, "a compressed table, by its suffixes")
     return kind
 
@@ -212,7 +209,7 @@ def _walk(
             for name in subfolders
             if name not in skip and name != "site-packages" and name[0] != "."
         ]
-        paths += _saved_arrow_files(Path(folder), files)
+        _check_not_saved(folder, files)
         paths += [
             Path(folder, name)
             for name in files
@@ -221,34 +218,15 @@ def _walk(
     return iter(_each_file_once(root, paths))
 
 
-def _saved_arrow_files(folder: Path, files: list[str]) -> list[Path]:
-    """The files of a folder that ``Dataset.save_to_disk`` of datasets wrote.
-
-    Other Arrow files in it are caches, which have the same rows again.
-    """
-    if "dataset_dict.json" in files:
-        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+def _check_not_saved(folder: str, files: list[str]) -> None:
+    """Refuse the folder of ``Dataset.save_to_disk``, whose texts would be left out."""
+    if "dataset_dict.json" in files or {"state.json", "dataset_info.json"} <= {*files}:
         raise DataFormatError(
-            "the folder has several splits of a data set, such as one for tests",
-            got=f"{folder}: {', '.join(splits)}",
-            fix=f"choose one: data.path={folder / 'train'}",
+            "a folder of the data is one that datasets has saved",
+            got=folder,
+            fix="write each split to a file: "
+            f"datasets.load_from_disk({folder!r}).to_parquet('train.parquet')",
         )
-    if "state.json" not in files or "dataset_info.json" not in files:
-        return []
-    state = folder / "state.json"
-    try:
-        content = read_regular(state, _LONGEST_STATE)
-        parts = parse_json(content, longest=_LONGEST_STATE)["_data_files"]
-        names = [PurePath(part["filename"]).name for part in parts]
-        if bad := [name for name in names if not name.isprintable()]:
-            raise ValueError(f"{bad[0][:40]!r} is no name of a file")
-        return [folder / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataFormatError(
-            "the files of a saved data set cannot be listed",
-            got=f"{state}: {error}",
-            fix="save it again with Dataset.save_to_disk",
-        ) from error
 
 
 def _raise_unreadable(error: OSError) -> None:

@@ -35,7 +35,7 @@ from tessera.train.data.shards import (
     new_block,
     read_block,
 )
-from tessera.train.data.table_files import TABLES
+from tessera.train.data.table_files import PARQUET
 from tessera.train.data.tokenization import tokenizer_files
 from tessera.train.data.worker_process import (
     READER_BYTES,
@@ -146,7 +146,7 @@ def _settings_fingerprint(config: DataConfig) -> str:
     digest.update(repr((FORMAT, sorted(settings.items()))).encode())
     for path in tokenizer_files(config.tokenizer):
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
-        for library in ("tokenizers", "sentencepiece", "jinja2"):
+        for library in ("tokenizers", "jinja2"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 digest.update(f"{library} {metadata.version(library)}".encode())
     return digest.hexdigest()
@@ -193,7 +193,7 @@ def _make_missing(job: Job, folder: Path) -> None:
         "making the tokens of %d blocks of text, %d at a time", len(missing), count
     )
     # Tables are decompressed in a process that may take no more than some memory.
-    has_tables = any(unit.format in TABLES for task in missing for unit in task.units)
+    has_tables = any(unit.format == PARQUET for task in missing for unit in task.units)
     if count == 1 and not has_tables:
         make_blocks(job)
     else:

@@ -230,10 +230,10 @@ def _read_rows(
         check_regular(unit.path)
         try:
             # Not read, as they may be images.
-            names = column_names(unit.path, unit.format) if others else ()
+            names = column_names(unit.path) if others else ()
             unused = {name: True for name in names if name in UNUSED}
             for row, values in read_columns(
-                unit.path, unit.format, (key, *others), unit.begin, unit.end
+                unit.path, (key, *others), unit.begin, unit.end
             ):
                 yield row, partial(_values_of_row, {**unused, **values})
         except KeyError as error:

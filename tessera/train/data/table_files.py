@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads columns of a table in batches: Parquet files, and Arrow files of datasets.
+"""Reads columns of Parquet files in batches.
 
-``OSError`` without a number stands for a file that is not such a table. A page of
-Parquet and a compressed batch of Arrow are decompressed whole, and 60 KB may become
-2 GiB: processes that read them have a limit of memory, see ``preparation``.
+``OSError`` without a number stands for a file that is not such a table. A page is
+decompressed whole, and 60 KB may become 2 GiB: processes that read them have a limit of
+memory, see ``preparation``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,26 +15,20 @@ from tessera.errors import DataFormatError, TesseraError
 from tessera.train.data.optional_libraries import import_extra
 
 PARQUET: Final = "parquet"
-ARROW: Final = "arrow"
-TABLES: Final = (PARQUET, ARROW)
 
 # All may have the longest text of a dictionary, which Parquet stores once.
 _BATCH_ROWS: Final = 16
 _BUFFER_BYTES: Final = 2**20
-_ARROW_FILE: Final = b"ARROW1"
 
 
-def row_count(path: Path, kind: str) -> int:
-    """The number of rows of a file."""
-    if kind == PARQUET:
-        with _parquet(path) as file:
-            return file.metadata.num_rows
-    with _arrow(path) as batches:
-        return sum(len(batch) for batch in batches)
+def row_count(path: Path) -> int:
+    """The number of rows of a file, from its footer."""
+    with _parquet(path) as file:
+        return file.metadata.num_rows
 
 
 def row_group_ends(path: Path) -> list[tuple[int, int]]:
-    """The row after each row group of a Parquet file, and the group's size in bytes."""
+    """The row after each row group of a file, and the group's size in bytes."""
     with _parquet(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         ends: list[tuple[int, int]] = []
@@ -45,18 +39,14 @@ def row_group_ends(path: Path) -> list[tuple[int, int]]:
         return ends
 
 
-def column_names(path: Path, kind: str) -> list[str]:
+def column_names(path: Path) -> list[str]:
     """The names of the columns of a file."""
-    if kind == PARQUET:
-        with _parquet(path) as file:
-            return file.schema_arrow.names
-    with _arrow(path) as batches:
-        return next((batch.schema.names for batch in batches), [])
+    with _parquet(path) as file:
+        return file.schema_arrow.names
 
 
 def read_columns(
     path: Path,
-    kind: str,
     keys: Sequence[str],
     begin: int,
     end: int | None,
@@ -70,8 +60,7 @@ def read_columns(
     Raises:
       KeyError: There is no such first column; has the names of the others.
     """
-    batches = _parquet_batches if kind == PARQUET else _arrow_batches
-    for row, names, batch in batches(path, keys, begin):
+    for row, names, batch in _batches(path, keys, begin):
         if keys[0] not in names:
             raise KeyError(names)
         if end is not None and row >= end:
@@ -94,7 +83,7 @@ def _values(column: Any) -> Iterator[Any]:
             yield error
 
 
-def _parquet_batches(
+def _batches(
     path: Path, keys: Sequence[str], begin: int
 ) -> Iterator[tuple[int, list[str], Any]]:
     with _parquet(path) as file:
@@ -117,22 +106,6 @@ def _parquet_batches(
                 row += rows
 
 
-def _arrow_batches(
-    path: Path, keys: Sequence[str], begin: int
-) -> Iterator[tuple[int, list[str], Any]]:
-    del begin  # a stream is read from its beginning, with all columns
-    row = 0
-    with _arrow(path) as batches:
-        for whole in batches:
-            for key in set(keys) & {*whole.schema.names}:
-                # pyarrow takes offsets as they are: it would read other memory.
-                whole.column(key).validate(full=True)
-            for start in range(0, len(whole), _BATCH_ROWS):
-                batch = whole.slice(start, _BATCH_ROWS)
-                yield row, whole.schema.names, batch
-                row += len(batch)
-
-
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
     parquet = import_extra("pyarrow.parquet", path.name, "data", DataFormatError)
@@ -142,21 +115,6 @@ def _parquet(path: Path) -> Iterator[Any]:
         parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file,
     ):
         yield file
-
-
-@contextmanager
-def _arrow(path: Path) -> Iterator[Iterator[Any]]:
-    """The record batches of an Arrow file or, as datasets writes them, stream."""
-    arrow = import_extra("pyarrow", path.name, "data", DataFormatError)
-    # Not memory-mapped: pages of the file would count as memory of the process.
-    with _errors(), arrow.OSFile(str(path)) as source:
-        is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-        source.seek(0)
-        if is_file:
-            reader = arrow.ipc.open_file(source)
-            yield (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            yield iter(arrow.ipc.open_stream(source))
 
 
 @contextmanager

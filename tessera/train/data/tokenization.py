@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: bytes, ``tokenizers`` JSON files, sentencepiece models, their folders.
+"""Tokenizers: bytes, and ``tokenizers`` JSON files with their folders.
 
-The two libraries are the extra ``tessera-spmd[tokenizers]`` and are imported when one
-of their files is used. Nothing is ever downloaded.
+The library is the extra ``tessera-spmd[tokenizers]`` and is imported when such a file
+is used. Nothing is ever downloaded.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from tessera.errors import TesseraError, TokenizerError, did_you_mean
 from tessera.train.data.optional_libraries import import_extra
 from tessera.train.data.tokenizer_folder import (
     LONGEST_FILE,
-    TOKENIZER_FILES,
+    TOKENIZER_FILE,
     folder_files,
     read_folder,
 )
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer to the rest of the data pipeline.
 
     Attributes:
-      kind: ``bytes``, ``tokenizers``, ``sentencepiece`` or ``synthetic``.
+      kind: ``bytes``, ``tokenizers`` or ``synthetic``.
       vocab_size: Ids run from 0 to this, exclusive.
       separator: The id before every document, or None.
     """
@@ -125,7 +125,7 @@ class JsonTokenizer:
         library = import_extra("tokenizers", path.name, "tokenizers", TokenizerError)
         self._path = path
         self.folder = read_folder(path)
-        with _coded(partial(_unreadable, path, "tokenizers")):
+        with _coded(partial(_unreadable, path)):
             self._load(library)
 
     def _load(self, library: ModuleType) -> None:
@@ -218,54 +218,16 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """Text without special tokens."""
         numbers = [int(i) for i in ids if 0 <= i < self.vocab_size]
-        with _coded(partial(_unreadable, self._path, "tokenizers")):
+        with _coded(partial(_unreadable, self._path)):
             return self._tokenizer.decode(numbers)
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece model, the ``tokenizer.model`` of Gemma and others."""
-
-    kind = "sentencepiece"
-
-    def __init__(self, path: Path) -> None:
-        library = import_extra("sentencepiece", path.name, "tokenizers", TokenizerError)
-        self._processor: Any = library.SentencePieceProcessor()
-        with _coded(partial(_unreadable, path, "sentencepiece")):
-            # From memory: if given a file name, the library prints errors itself.
-            self._processor.LoadFromSerializedProto(read_regular(path, LONGEST_FILE))
-        self.vocab_size: int = self._processor.get_piece_size()
-        ends = (self._processor.bos_id(), self._processor.eos_id())
-        self.separator: int | None = next((i for i in ends if i >= 0), None)
-        if (named := read_folder(path).separator) is not None:
-            self.separator = self._processor.piece_to_id(named)
-            if self._processor.id_to_piece(self.separator) != named:
-                raise _no_token(path, named)
-
-    def encode(self, text: str | bytes) -> Ids:
-        """Token ids of UTF-8 text."""
-        content = text if isinstance(text, str) else text.decode()
-        return _as_ids(self._processor.encode(content))
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        """Token ids of several texts in UTF-8."""
-        return [self.encode(text) for text in texts]
-
-    def token(self, number: int) -> str:
-        """The piece, with ``▁`` for a space."""
-        return self._processor.id_to_piece(number)
-
-    def decode(self, ids: Iterable[int] | Ids) -> str:
-        """Text without control tokens."""
-        return self._processor.decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer of ``data.tokenizer``.
 
     Args:
-      name: ``bytes``, the path of a .json or .model file, or a folder with
-        tokenizer.json or tokenizer.model. What tokenizer_config.json beside such a file
-        says is used.
+      name: ``bytes``, the path of a .json file, or a folder with tokenizer.json.
+        What tokenizer_config.json beside such a file says is used.
 
     Raises:
       TokenizerError: [T605] there is no such tokenizer or file, it cannot be read, or
@@ -289,12 +251,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         why = f": {getattr(error, 'strerror', None) or error}"
     else:
         why = ""
-    if path.suffix not in (".json", ".model"):
+    if path.suffix != ".json":
         raise TokenizerError(
             f"there is no tokenizer {name!r}",
             got=f"data.tokenizer={name}",
             fix=did_you_mean(name, ["bytes"]) + ", the path of a tokenizers file "
-            "(.json), of a sentencepiece model (.model) or of a folder with one",
+            "(.json) or of a folder with one; Hugging Face Transformers makes one of a "
+            "sentencepiece model: AutoTokenizer.from_pretrained(…).save_pretrained(…)",
         )
     if not exists:
         raise TokenizerError(
@@ -303,7 +266,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             fix="set data.tokenizer to a file on this machine, or use bytes; nothing "
             "is downloaded",
         )
-    return (JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer)(path)
+    return JsonTokenizer(path)
 
 
 def tokenizer_files(name: str) -> list[Path]:
@@ -324,12 +287,11 @@ def tokenizer_fingerprint(name: str) -> str:
 
 
 def _file_in(folder: Path) -> Path:
-    files = [folder / name for name in TOKENIZER_FILES]
-    if found := [file for file in files if file.exists()]:
-        return found[0]
+    if (file := folder / TOKENIZER_FILE).exists():
+        return file
     raise TokenizerError(
         f"the folder {str(folder)!r} has no tokenizer",
-        got=f"no {' and no '.join(TOKENIZER_FILES)}",
+        got=f"no {TOKENIZER_FILE}",
         fix="save the tokenizer there with Hugging Face Transformers' save_pretrained",
     )
 
@@ -359,10 +321,9 @@ def _coded(make: Callable[[BaseException], TokenizerError]) -> Iterator[None]:
         raise make(error) from error
 
 
-def _unreadable(path: Path, library: str, error: BaseException) -> TokenizerError:
+def _unreadable(path: Path, error: BaseException) -> TokenizerError:
     return TokenizerError(
-        f"the library {library!r} cannot read {str(path)!r}",
+        f"the library 'tokenizers' cannot read {str(path)!r}",
         got=" ".join(str(error).split()) or type(error).__name__,
-        fix="use a .json file saved by tokenizers or a .model file trained by "
-        "sentencepiece",
+        fix="use a .json file saved by tokenizers",
     )

@@ -21,7 +21,7 @@ _TEMPLATE: Final = "chat_template.jinja"
 TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
 # The largest tokenizers have 35 MB.
 LONGEST_FILE: Final = 2**26
-TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model")
+TOKENIZER_FILE: Final = "tokenizer.json"
 _SPECIAL_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -54,7 +54,7 @@ def read_folder(file: Path) -> TokenizerFolder:
     Raises:
       TokenizerError: [T605] a file cannot be read.
     """
-    if file.name not in TOKENIZER_FILES:
+    if file.name != TOKENIZER_FILE:
         return TokenizerFolder()
     path = file.with_name(_CONFIG)
     try:
@@ -90,7 +90,7 @@ def read_folder(file: Path) -> TokenizerFolder:
 
 def folder_files(file: Path) -> list[Path]:
     """The files beside a tokenizer's file that ``read_folder`` reads."""
-    if file.name not in TOKENIZER_FILES:
+    if file.name != TOKENIZER_FILE:
         return []
     paths = [file.parent / name for name in (_CONFIG, _TEMPLATE, TOOL_TEMPLATE)]
     return [path for path in paths if path.exists()]

@@ -35,6 +35,7 @@ from tessera.train.data.tokenization import (
     Tokenizer,
     load_tokenizer,
 )
+from tessera.train.data.tokenizer_folder import TOKENIZER_FILE
 from tessera.train.data.vocabulary import check_tokens
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.models.decoder.config import DecoderConfig
@@ -214,25 +215,14 @@ def _dropless(config: DecoderConfig) -> DecoderModel:
 def _folder(path: Path) -> TrainedModel:
     config = ModelFolder(path).config
     model = _dropless(config)
-    names = [n for n in ("tokenizer.json", "tokenizer.model") if (path / n).is_file()]
-    if not names:
-        raise TokenizerError(
-            f"the folder {str(path)!r} has no tokenizer",
-            got="neither tokenizer.json nor tokenizer.model",
-            fix="put the tokenizer there that the model was published with",
-        )
-    name = str(path / names[0])
-    tokenizer = load_tokenizer(name)
-    separator = () if tokenizer.separator is None else (tokenizer.separator,)
+    tokenizer = load_tokenizer(str(path))
+    assert isinstance(tokenizer, JsonTokenizer)
     published = read_published(path)
-    # A tokenizer.json says which tokens precede a text; for Qwen there are none.
-    is_json = isinstance(tokenizer, JsonTokenizer)
-    prefix = tuple(tokenizer.prefix) if is_json else separator
     return TrainedModel(
         model,
-        name,
+        str(path / TOKENIZER_FILE),
         tokenizer,
-        prefix,
+        tuple(tokenizer.prefix),  # for Qwen there are none
         _ends(path, published),
         _max_length(published.config),
         partial(import_weights, path, model),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts and messages of Parquet files, and of folders that datasets wrote."""
+"""Texts and messages of Parquet files."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tessera.errors import (
     DataFormatError,
     SettingConflictError,
 )
-from tessera.train.data import DataConfig, file_ranges, load, preparation, records
+from tessera.train.data import DataConfig, load, preparation, records
 from tessera.train.data import table_files as tables
 from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.file_ranges import divide, split
@@ -29,45 +29,16 @@ def write_parquet(path, values, row_group_size=30, **columns):
     parquet.write_table(table, path, row_group_size=row_group_size)
 
 
-def write_stream(path, values):
-    """A file as ``Dataset.save_to_disk`` writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = arrow.table({"text": values})
-    with arrow.ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=70)
-
-
-def save(folder, parts):
-    names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
-    for name, part in zip(names, parts, strict=True):
-        write_stream(folder / name, part)
-    state = {"_data_files": [{"filename": name} for name in names]}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
-
-
 def read(units, bad_records=None, **settings):
     config = DataConfig(name="text", path="x", **settings)
     bad_records = bad_records or BadRecords()
     return [r for unit in units for r in read_records(unit, config, bad_records)]
 
 
-def write_file(path, kind):
-    if kind == "parquet":
-        write_parquet(path, TEXTS)
-    elif kind == "stream":
-        write_stream(path, TEXTS)
-    else:
-        table = arrow.table({"text": TEXTS})
-        with arrow.ipc.new_file(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=70)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
 @pytest.mark.parametrize("fraction", [0.001, 0.27, 0.999])
-def test_each_row_is_a_document_once_also_of_a_part(tmp_path, kind, fraction):
-    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
-    write_file(path, kind)
+def test_each_row_is_a_document_once_also_of_a_part(tmp_path, fraction):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, TEXTS)
     (whole,) = list_files(str(path))
     sides = split([whole], fraction)
     records = [read([part]) for side in sides for part in divide(side[0], 1)]
@@ -75,41 +46,27 @@ def test_each_row_is_a_document_once_also_of_a_part(tmp_path, kind, fraction):
     assert [r.offset for part in records for r in part] == [*range(200)]
     assert records[-1][-1].name == f"{path.name}, row 200"
     assert all(read(side) for side in sides)
-    if kind == "parquet":
-        # Row groups of 30 rows: no part begins inside of one, except at the cut.
-        begins = {part.begin for side in sides for part in divide(side[0], 1)}
-        assert begins == {0, sides[1][0].begin, *range(0, 200, 30)}
+    # Row groups of 30 rows: no part begins inside of one, except at the cut.
+    begins = {part.begin for side in sides for part in divide(side[0], 1)}
+    assert begins == {0, sides[1][0].begin, *range(0, 200, 30)}
 
 
-def test_a_saved_data_set_has_the_files_that_its_state_names(tmp_path):
-    save(tmp_path / "web", [TEXTS[:90], TEXTS[90:]])
-    write_stream(tmp_path / "web" / "cache-123.arrow", TEXTS)
-    for path in (tmp_path, tmp_path / "web"):
-        assert [r.text for r in read(list_files(str(path)))] == TEXTS
-
-
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_a_saved_data_set_has_names_that_files_can_have(tmp_path, name):
-    save(tmp_path, [["one"]])
-    state = {"_data_files": [{"filename": name}]}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataFormatError, match="is no name of a file"):
-        list_files(str(tmp_path))
-
-
-def test_several_splits_in_a_folder_are_not_mixed(tmp_path):
-    for name in ("train", "test"):
-        save(tmp_path / name, [TEXTS])
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+@pytest.mark.parametrize(
+    "names", [["dataset_dict.json"], ["dataset_info.json", "state.json"]]
+)
+def test_a_folder_that_datasets_saved_is_refused(tmp_path, names):
+    """Its Arrow files would be left out."""
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "web").mkdir()
+    for name in names:
+        (tmp_path / "web" / name).write_text("{}")
     with pytest.raises(DataFormatError) as caught:
         list_files(str(tmp_path))
-    assert str(caught.value) == (
-        "[T606] the folder has several splits of a data set, such as one for tests\n"
-        f"  got: {tmp_path}: test, train\n"
-        f"  fix: choose one: data.path={tmp_path}/train\n"
-        "  docs: https://tessera-spmd.github.io/tessera/errors/T606.html"
-    )
-    assert len(list_files(str(tmp_path / "train"))) == 1
+    assert f"got: {tmp_path / 'web'}\n" in str(caught.value)
+    assert "to_parquet" in caught.value.fix
+    (tmp_path / "web" / "data-00000-of-00001.arrow").touch()
+    with pytest.raises(DataFormatError, match=r"by its suffix \.arrow"):
+        list_files(str(tmp_path / "web" / "*.arrow"))
 
 
 def test_a_column_that_does_not_exist_names_the_others(tmp_path):
@@ -149,7 +106,7 @@ def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
         read(list_files(str(path)), text_key="day")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "categories"])
+@pytest.mark.parametrize("kind", ["parquet", "categories"])
 def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 3000)
     long = ["x" * 3001, "€" * 1001]
@@ -157,13 +114,9 @@ def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
     column = arrow.array(texts)
     if kind == "categories":
         column = column.dictionary_encode()
-    suffix = "arrow" if kind == "arrow" else "parquet"
-    if kind == "arrow":
-        write_stream(tmp_path / "a.arrow", texts)
-    else:
-        write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
+    write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
     bad_records = BadRecords(3)
-    units = list_files(str(tmp_path / f"a.{suffix}"))
+    units = list_files(str(tmp_path / "a.parquet"))
     assert [r.text for r in read(units, bad_records)] == [
         t for t in texts if t and t not in long
     ]
@@ -171,20 +124,13 @@ def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_table_that_takes_all_memory_ends_nothing(tmp_path, monkeypatch, kind):
+def test_a_table_that_takes_all_memory_ends_nothing(tmp_path, monkeypatch):
     """A part of it is decompressed whole, and 60 KB may become gigabytes."""
     monkeypatch.setattr(preparation, "READER_BYTES", 2**30)
-    monkeypatch.setattr(file_ranges, "READER_BYTES", 2**30)
-    path = tmp_path / f"a.{kind}"
+    path = tmp_path / "a.parquet"
     table = arrow.table({"text": ["x" * 2**27]})
     table = arrow.concat_tables([table] * 8).combine_chunks()
-    if kind == "parquet":
-        parquet.write_table(table, path, compression="zstd", use_dictionary=False)
-    else:
-        options = arrow.ipc.IpcWriteOptions(compression="zstd")
-        with arrow.ipc.new_stream(str(path), table.schema, options=options) as writer:
-            writer.write_table(table)
+    parquet.write_table(table, path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 2**20
     config = DataConfig("text", str(path), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataFormatError, match="takes too much memory"):
@@ -195,7 +141,7 @@ def test_a_lack_of_memory_is_no_damage_of_a_table(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise MemoryError
 
-    write_file(tmp_path / "a.parquet", "parquet")
+    write_parquet(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", fail)
     with pytest.raises(DataFormatError, match=r"T606.* takes too much memory"):
         read(list_files(str(tmp_path / "a.parquet")))
@@ -252,16 +198,15 @@ def test_messages_need_records(tmp_path):
         units_of(replace(config, validation_fraction=0))
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"ARROW1", b"x" * 99])
-def test_a_file_that_is_no_table_is_named(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 99])
+def test_a_file_that_is_no_table_is_named(tmp_path, content):
+    (tmp_path / "a.parquet").write_bytes(content)
     with pytest.raises(DataFormatError, match=r"T606.* cannot be read as "):
-        read(list_files(str(tmp_path / name)))
+        read(list_files(str(tmp_path / "a.parquet")))
 
 
 def test_a_table_is_read_in_small_batches(tmp_path):
-    write_file(tmp_path / "a.parquet", "parquet")
-    rows = tables.read_columns(tmp_path / "a.parquet", "parquet", ["text"], 130, 140)
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    rows = tables.read_columns(tmp_path / "a.parquet", ["text"], 130, 140)
     expected = [{"text": text} for text in TEXTS[130:140]]
     assert [*rows] == [*enumerate(expected, 130)]

@@ -45,7 +45,7 @@ def test_text_ends_before_the_first_stop_text() -> None:
 
 def test_the_first_piece_is_decoded_after_the_prompt() -> None:
     class Words(ByteTokenizer):
-        """As sentencepiece does, without the space before the first word."""
+        """As some tokenizers do, without the space before the first word."""
 
         def decode(self, ids: object) -> str:
             return " ".join(f"w{i}" for i in ids)  # type: ignore[attr-defined]

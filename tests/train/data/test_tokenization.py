@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tessera.errors import TokenizerError
 from tessera.train.data.tokenization import ByteTokenizer, load_tokenizer
-from tests.train.data.conftest import TEXTS
+
+TEXTS = ["def f(x):\n    return x + 1\n", "for i in range(10):\n    print(i)\n"] * 20
 
 
 @pytest.fixture(scope="module")
@@ -73,26 +74,15 @@ def test_a_special_token_s_name_in_a_text_is_only_text(json_file):
     assert tokenizer.decode(ids) == "a<bos>b"
 
 
-def test_a_sentencepiece_model_gives_its_ids_and_text(model_file):
-    tokenizer = load_tokenizer(str(model_file))
-    ids = tokenizer.encode(b"return x + 1")
-    assert ids.dtype == np.int32
-    assert tokenizer.decode(ids) == "return x + 1"
-    assert (tokenizer.kind, tokenizer.separator) == ("sentencepiece", 1)
-    assert ids.max() < tokenizer.vocab_size
-
-
-@pytest.mark.parametrize("kind", ["json_file", "model_file"])
-def test_ids_that_stand_for_no_text_are_left_out(kind, request):
-    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+def test_ids_that_stand_for_no_text_are_left_out(json_file):
+    tokenizer = load_tokenizer(str(json_file))
     ids = tokenizer.encode("return").tolist()
     beyond = [tokenizer.separator, -1, tokenizer.vocab_size, 10**6]
     assert tokenizer.decode(ids + beyond) == "return"
 
 
-@pytest.mark.parametrize("kind", ["json_file", "model_file"])
-def test_text_tokenizers_refuse_what_is_not_utf_8(kind, request):
-    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+def test_text_tokenizers_refuse_what_is_not_utf_8(json_file):
+    tokenizer = load_tokenizer(str(json_file))
     with pytest.raises(UnicodeDecodeError):
         tokenizer.encode(b"caf\xe9")
 
@@ -104,34 +94,32 @@ def test_an_unknown_name_lists_what_there_is():
         "[T605] there is no tokenizer 'byte'\n"
         "  got: data.tokenizer=byte\n"
         "  fix: did you mean 'bytes'? Known: 'bytes', the path of a tokenizers file "
-        "(.json), of a sentencepiece model (.model) or of a folder with one\n"
+        "(.json) or of a folder with one; Hugging Face Transformers makes one of a "
+        "sentencepiece model: AutoTokenizer.from_pretrained(…).save_pretrained(…)\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
 
 def test_a_missing_file_is_not_downloaded(tmp_path):
     with pytest.raises(TokenizerError) as caught:
-        load_tokenizer(f"{tmp_path}/gemma.model")
+        load_tokenizer(f"{tmp_path}/gemma.json")
     assert str(caught.value) == (
-        f"[T605] the tokenizer file '{tmp_path}/gemma.model' does not exist\n"
-        f"  got: no file at {tmp_path}/gemma.model\n"
+        f"[T605] the tokenizer file '{tmp_path}/gemma.json' does not exist\n"
+        f"  got: no file at {tmp_path}/gemma.json\n"
         "  fix: set data.tokenizer to a file on this machine, or use bytes; nothing is "
         "downloaded\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
 
-@pytest.mark.parametrize(
-    ("suffix", "library"), [(".json", "tokenizers"), (".model", "sentencepiece")]
-)
-def test_a_missing_library_names_the_extra(tmp_path, monkeypatch, suffix, library):
-    path = tmp_path / f"t{suffix}"
+def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
+    library, path = "tokenizers", tmp_path / "t.json"
     path.touch()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(TokenizerError) as caught:
         load_tokenizer(str(path))
     assert str(caught.value) == (
-        f"[T605] reading 't{suffix}' needs the library '{library}'\n"
+        f"[T605] reading 't.json' needs the library '{library}'\n"
         f"  got: import of {library} halted; None in sys.modules\n"
         "  fix: run: pip install 'tessera-spmd[tokenizers]'\n"
         "  fix: or use data.tokenizer=bytes, which needs nothing\n"
@@ -140,13 +128,8 @@ def test_a_missing_library_names_the_extra(tmp_path, monkeypatch, suffix, librar
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b'{"version": "1.0"}'])
-@pytest.mark.parametrize(
-    ("suffix", "library"), [(".json", "tokenizers"), (".model", "sentencepiece")]
-)
-def test_a_broken_file_names_it_and_its_library(
-    tmp_path, capfd, suffix, library, content
-):
-    path = tmp_path / f"t{suffix}"
+def test_a_broken_file_names_it_and_its_library(tmp_path, capfd, content):
+    library, path = "tokenizers", tmp_path / "t.json"
     path.write_bytes(content)
     what = re.escape(f"[T605] the library '{library}' cannot read '{path}'\n  got: ")
     with pytest.raises(TokenizerError, match=f"^{what}[^\n]+\n  fix: use a .json"):
@@ -173,16 +156,12 @@ def test_the_separator_is_the_one_that_the_folder_names(folder, path):
     assert load_tokenizer(f"{folder}/{path}").separator == 1
 
 
-def test_the_separator_of_a_sentencepiece_folder_is_the_one_that_it_names(
-    model_file, tmp_path
-):
-    shutil.copy(model_file, tmp_path / "tokenizer.model")
-    assert load_tokenizer(str(tmp_path)).separator == 1
-    write_config(tmp_path, eos_token="</s>")
-    assert load_tokenizer(str(tmp_path)).separator == 2
-    write_config(tmp_path, eos_token="<no such token>")
-    with pytest.raises(TokenizerError, match="'<no such token>', which"):
+def test_a_sentencepiece_model_is_refused(tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(TokenizerError, match="makes one of a sentencepiece model"):
+        load_tokenizer(f"{tmp_path}/tokenizer.model")
 
 
 def test_tokens_that_were_added_later_are_added(folder):
@@ -231,7 +210,7 @@ def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path):
         load_tokenizer(str(tmp_path))
     assert str(caught.value) == (
         f"[T605] the folder '{tmp_path}' has no tokenizer\n"
-        "  got: no tokenizer.json and no tokenizer.model\n"
+        "  got: no tokenizer.json\n"
         "  fix: save the tokenizer there with Hugging Face Transformers' "
         "save_pretrained\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
@@ -283,8 +262,8 @@ def test_odd_settings_of_a_tokenizer_are_refused(json_file, settings, tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-def test_a_tokenizer_of_more_than_64_mib_is_not_read(tmp_path, name):
+def test_a_tokenizer_of_more_than_64_mib_is_not_read(tmp_path):
+    name = "tokenizer.json"
     with (tmp_path / name).open("wb") as file:
         file.truncate(2**26 + 1)
     with pytest.raises(TokenizerError, match="it has more than 67,108,864 bytes"):

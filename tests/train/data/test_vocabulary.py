@@ -77,17 +77,3 @@ def test_a_separator_that_the_model_does_not_have_is_in_every_text(tmp_path):
     config = DataConfig(name="text", path=str(tmp_path / "a.txt"))
     with pytest.raises(VocabularyError, match="id 256 precedes every document"):
         load(config, sequence_length=4, seed=0, vocab_size=256)
-
-
-def test_a_piece_of_sentencepiece_is_told_where(tmp_path, model_file):
-    (tmp_path / "a.txt").write_text("Call\nme Ishmael")
-    config = DataConfig(
-        name="text",
-        path=str(tmp_path / "a.txt"),
-        tokenizer=str(model_file),
-        validation_fraction=0,
-    )
-    with pytest.raises(TokenRangeError) as caught:
-        load(config, sequence_length=4, seed=0, vocab_size=3)
-    assert "'▁" in str(caught.value)
-    assert " is token 1 of 16, at line 1; " in str(caught.value)
