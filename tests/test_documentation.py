@@ -5,6 +5,7 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,9 @@ import tessera as ts
 from tessera import amp, arrays, dist, graph, nn, op
 from tessera.errors import TesseraError
 from tessera.foundations import dtypes
+from tessera.train.config.run_config import Config
+from tessera.train.config.setting_fields import describe
+from tessera.train.loop.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -195,6 +199,21 @@ def test_the_module_tree_has_every_module():
     packages = re.findall(r"^:::\{dropdown\} `(\S+)/` \S", text, re.MULTILINE)
     folders = {path.parent for path in (ROOT / "tessera").rglob("*.py")}
     assert sorted(packages) == sorted(f.relative_to(ROOT).as_posix() for f in folders)
+
+
+def test_the_page_of_settings_has_a_table_of_every_group():
+    page = (DOCS / "reference/configuration.md").read_text()
+    tables = generated("settings_tables").tables()
+    assert re.findall(r"\{include\} /_generated/(\S+)", page) == [*tables]
+    groups = [one.name for one in fields(Config) if one.name != "name"]
+    assert sorted(tables) == sorted(f"settings-{group}.md" for group in groups)
+    for text in tables.values():
+        cells = re.findall(r"^\| `\S+` \| (.+) \| (.+) \| (.*) \|$", text, re.MULTILINE)
+        assert len(cells) == text.count("\n| `")
+        assert all(meaning for _, _, meaning in cells)
+    for cls in OPTIMIZERS.values():
+        for one in describe(cls):
+            assert f"\n| `{one.name}` | {one.type} |" in tables["settings-optimizer.md"]
 
 
 def test_the_figure_of_the_readme_is_what_the_script_draws():

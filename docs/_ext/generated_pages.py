@@ -6,6 +6,7 @@ from typing import Any
 
 import figures
 import module_tree
+import settings_tables
 
 # Made by report_pictures.py, which needs a browser.
 REPORTS = {
@@ -30,6 +31,7 @@ def write(folder: Path) -> None:
     texts = {name: draw() for name, draw in figures.FIGURES.items()}
     texts["report-pictures.md"] = report_pictures(folder)
     texts["module-tree.md"] = module_tree.as_markdown()
+    texts.update(settings_tables.tables())
     for name, text in texts.items():
         path = folder / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:

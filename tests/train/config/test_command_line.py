@@ -22,7 +22,6 @@ from tessera.train.config.config_schema import (
     settings_of_text,
     typed,
 )
-from tessera.train.config.help_text import group_settings
 from tessera.train.config.run_config import (
     Config,
     ModelConfig,
@@ -36,7 +35,7 @@ from tessera.train.models.axis_rules import RULES
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, definition_of
 from tessera.train.models.named_models import config_of, model_names
-from tests.train.config.command_lines import CONFIGS_DIR, ROOT, composed
+from tests.train.config.command_lines import CONFIGS_DIR, composed
 
 # --- what command lines mean
 
@@ -251,32 +250,6 @@ def test_an_unknown_flag_says_what_to_use(capsys):
         "  fix: use --help, --cfg job, --module or --multirun, or write settings as "
         "group.setting=value\n"
     ) in err
-
-
-# --- the documentation
-
-
-def rows_of(group, cls):
-    for one in group_settings(group, cls):
-        default = f"`{one.default}`" if one.default else "of the file"
-        yield f"| `{one.name}` | {one.type} | {default} | {one.meaning} |"
-
-
-def test_the_documentation_has_every_setting_as_it_is():
-    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    expected = [
-        *rows_of("model", ModelConfig),
-        *rows_of("training", TrainingConfig),
-        *rows_of("data", DataConfig),
-        *rows_of("runtime", RuntimeConfig),
-    ]
-    tables = [[*rows_of("optimizer", cls)] for cls in OPTIMIZERS.values()]
-    shared = [row for row in tables[0] if all(row in table for table in tables)]
-    expected += shared
-    for table in tables:
-        expected += [row for row in table if row not in shared]
-    written = [line for line in text.splitlines() if line.startswith("| `")]
-    assert written == expected, "\n".join(expected)
 
 
 def test_yaml_values_are_written_as_on_a_command_line():

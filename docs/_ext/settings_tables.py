@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of the trainer's settings, from the classes that ``--help`` reads."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from tessera.train.config.help_text import group_settings
+from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
+from tessera.train.data.data_config import DataConfig
+from tessera.train.loop.optimizers import OPTIMIZERS
+
+GROUPS = {
+    "model": ModelConfig,
+    "training": TrainingConfig,
+    "data": DataConfig,
+    "runtime": RuntimeConfig,
+}
+
+
+def rows_of(group: str, cls: type) -> Iterator[str]:
+    """A row of Markdown for each setting of a group."""
+    for one in group_settings(group, cls):
+        default = f"`{one.default}`" if one.default else "of the file"
+        # Names of pages become links; an asterisk is no emphasis.
+        meaning = re.sub(r"docs/([\w/-]+)\.md", r"{doc}`/\1`", one.meaning)
+        meaning = meaning.replace("*", r"\*")
+        yield f"| `{one.name}` | {one.type} | {default} | {meaning} |"
+
+
+def table(rows: Iterable[str]) -> str:
+    """Rows below their heading."""
+    heading = "| Setting | Type | Default | Meaning |"
+    return "\n".join([heading, "| --- | --- | --- | --- |", *rows, ""])
+
+
+def optimizers() -> str:
+    """One table of what all optimizers share, and one for each with the others."""
+    rows = {name: [*rows_of("optimizer", cls)] for name, cls in OPTIMIZERS.items()}
+    first, *others = rows.values()
+    shared = [row for row in first if all(row in other for other in others)]
+    parts = [table(shared)]
+    for name, own in rows.items():
+        parts += [
+            f"`optimizer={name}`\n",
+            table(row for row in own if row not in shared),
+        ]
+    return "\n".join(parts)
+
+
+def tables() -> dict[str, str]:
+    """The text of each generated file, by its name."""
+    texts = {group: table(rows_of(group, cls)) for group, cls in GROUPS.items()}
+    texts["optimizer"] = optimizers()
+    return {f"settings-{group}.md": text for group, text in texts.items()}
