@@ -141,7 +141,7 @@ class TrainingConfig:
       profile_warmup: Steps that are then traced and forgotten, as in torch.profiler.
       profile_active: Steps that are measured after these.
       tracker: Where the numbers go as well: wandb is Weights & Biases, mlflow MLflow;
-        see docs/guides/trackers.md.
+        see docs/guides/report.md.
       eval_only: Evaluate the validation data once with the parameters of init_from or
         resume, and stop.
       dry_run: Compile, print memory per device and collectives, and stop; also for a
