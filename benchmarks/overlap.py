@@ -34,7 +34,9 @@ MESHES: Final = ({"fsdp": 8}, {"fsdp": 8, "tp": 2})
 
 def longest_wait(timeline: Any) -> str:
     """The collective that a step waits for longest, and how long."""
-    event = max(timeline.events, key=lambda each: each.exposed if each.axes else -1.0)
+    event = max(
+        timeline.operations, key=lambda each: each.exposed if each.axes else -1.0
+    )
     op = event.op_name.removeprefix("jit(train_step)/")[-60:]
     return f"{1e3 * event.exposed:.2f} ms: {event.kind} {'×'.join(event.axes)} {op}"
 

@@ -5,8 +5,7 @@ Nothing runs: the times are those of the schedule that the compiler wrote, execu
 the figures of a target.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from tessera.analysis import hlo
 from tessera.analysis.collective import KINDS
@@ -14,11 +13,10 @@ from tessera.analysis.hlo import Computation, Instruction, Module
 from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.ledger import HasText
 from tessera.analysis.source_lines import user_line
-from tessera.analysis.timeline.event import COMPUTE, Event
 from tessera.analysis.timeline.operation_times import OperationTimes
-from tessera.analysis.timeline.report import Communication, Timeline
+from tessera.analysis.timeline.report import Communication, Operation, Timeline
 from tessera.analysis.timeline.schedule import TimedSteps
-from tessera.analysis.timeline.simulation import Simulation, Slice
+from tessera.analysis.timeline.simulation import Executed, Simulation
 from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
@@ -69,7 +67,7 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
 def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
     run = Simulation(steps.steps)
     totals = run.totals
-    transfers = {s.transfer.name: s.transfer for s in run.slices if s.transfer}
+    transfers = {s.transfer.name: s.transfer for s in run.executed if s.transfer}
     spent: dict[tuple[str, ...], list[float]] = {}
     for name, transfer in transfers.items():
         if transfer.kind not in (COPY, COMPUTATION):
@@ -77,13 +75,12 @@ def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
             sums[0] += totals.transferred[name]
             sums[1] += totals.waited[name]
             sums[2] += totals.hidden[name]
-    streams = _streams(target, transfers.values())
     places = {
         name: computation
         for computation in module.computations.values()
         for name in computation.instructions
     }
-    origins = (_origin(module, places, each) for each in run.slices)
+    origins = (_origin(module, places, each) for each in run.executed)
     return Timeline(
         target=target.name,
         rule=_rule(module, target),
@@ -93,22 +90,19 @@ def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
         conditional=totals.conditional,
         unknown_loops=totals.unknown_loops,
         unknown_collectives=steps.unknown_collectives,
-        events=tuple(
-            Event(
+        operations=tuple(
+            Operation(
                 name=each.instruction.name,
                 op_name=origin.op_name,
                 source=user_line(module.frames(origin)),
                 kind=each.kind,
                 axes=each.transfer.axes if each.transfer else (),
-                stream=streams[each.transfer.links] if each.transfer else COMPUTE,
-                start=each.start,
-                duration=each.duration,
+                stream=_stream(target, each.transfer),
                 each=each.each,
                 times=each.times,
                 exposed=totals.waited[each.instruction.name] if each.transfer else 0.0,
-                hidden=totals.hidden[each.instruction.name] if each.transfer else 0.0,
             )
-            for each, origin in zip(run.slices, origins, strict=True)
+            for each, origin in zip(run.executed, origins, strict=True)
         ),
     )
 
@@ -124,20 +118,10 @@ def _rule(module: Module, target: Target) -> str:
     return rule
 
 
-def _streams(target: Target, transfers: Iterable[Transfer]) -> dict[object, str]:
-    """A name for all transfers that use the same links."""
-    streams: dict[object, str] = {}
-    taken = Counter[str]()
-    for transfer in transfers:
-        if transfer.links not in streams:
-            label = _label(target, transfer)
-            taken[label] += 1
-            number = f" ({taken[label]})" if taken[label] > 1 else ""
-            streams[transfer.links] = label + number
-    return streams
-
-
-def _label(target: Target, transfer: Transfer) -> str:
+def _stream(target: Target, transfer: Transfer | None) -> str:
+    """What an operation or a transfer occupies."""
+    if transfer is None:
+        return "compute"
     if transfer.kind == COPY:
         return "copies to the host" if HOST in transfer.links else "copies"
     if transfer.kind == COMPUTATION:
@@ -149,7 +133,7 @@ def _label(target: Target, transfer: Transfer) -> str:
 
 
 def _origin(
-    module: Module, places: Mapping[str, Computation], drawn: Slice
+    module: Module, places: Mapping[str, Computation], drawn: Executed
 ) -> Instruction:
     """The instruction that has the user's line, such as a reader of what XLA inserted.
 

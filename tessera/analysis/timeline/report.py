@@ -3,11 +3,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from tessera.analysis.source_lines import short
 from tessera.analysis.tables import aligned, format_seconds
-from tessera.analysis.timeline.event import LOOP, Event, perfetto
 
 _COLUMNS: Final = (
     *("operation", "kind", "stream", "times", "each", "total"),
@@ -15,6 +14,39 @@ _COLUMNS: Final = (
 )
 _SHOWN: Final = 20
 _LONGEST: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation or a transfer of a step, and how long it takes.
+
+    Attributes:
+      name: XLA's name of the instruction, which profilers show.
+      op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
+      source: ``file:line`` of the user's line, or ``""``.
+      kind: ``matmul``, ``attention``, ``other``; XLA's name of a collective; ``copy``;
+        or ``computation`` beside the main stream.
+      axes: The mesh axes of a collective.
+      stream: ``compute``, or what the transfer occupies, such as ``NVLink``.
+      each: Seconds of one execution.
+      times: How often it is executed; where a conditional skips it, on average.
+      exposed: Seconds of all executions in which the device waits for it.
+    """
+
+    name: str
+    op_name: str
+    source: str
+    kind: str
+    axes: tuple[str, ...]
+    stream: str
+    each: float
+    times: float
+    exposed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of all executions."""
+        return self.each * self.times
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +80,7 @@ class Timeline:
       unknown_loops: Loops whose length is known only at run time; each counts once.
       unknown_collectives: Collectives whose kind or groups Tessera does not know; none
         of their time is in the figures.
-      events: What is executed; the iterations of a loop are one event.
+      operations: What is executed.
     """
 
     target: str
@@ -59,7 +91,7 @@ class Timeline:
     conditional: float
     unknown_loops: int
     unknown_collectives: int
-    events: tuple[Event, ...]
+    operations: tuple[Operation, ...]
 
     @property
     def compute(self) -> float:
@@ -89,12 +121,11 @@ class Timeline:
 
     def as_text(self) -> str:
         """The costliest operations as a table, and the totals."""
-        costs = [event for event in self.events if event.kind != LOOP]
-        costs.sort(key=lambda event: -event.total)
-        rows = [self._cells(event) for event in costs[:_SHOWN]]
+        costs = sorted(self.operations, key=lambda each: -each.total)
+        rows = [self._cells(each) for each in costs[:_SHOWN]]
         lines = [self.title, aligned(_COLUMNS, rows, right=_COLUMNS[3:8])]
         if rest := costs[_SHOWN:]:
-            spent = format_seconds(sum(event.total for event in rest))
+            spent = format_seconds(sum(each.total for each in rest))
             lines.append(f"… {len(rest)} more operations and transfers of {spent}")
         return "\n".join([*lines, "", self.summary()])
 
@@ -109,25 +140,23 @@ class Timeline:
             f"timeline of one step on a device of {self.target}, predicted: {self.rule}"
         )
 
-    def as_perfetto(self) -> dict[str, Any]:
-        """A trace for ui.perfetto.dev or ``chrome://tracing``, for ``json.dumps``."""
-        return perfetto(self.events, self.title)
-
     __str__ = as_text
     __repr__ = as_text
 
-    def _cells(self, event: Event) -> list[str]:
-        op = event.op_name
+    def _cells(self, operation: Operation) -> list[str]:
+        op = operation.op_name
         return [
-            event.name if len(event.name) <= _LONGEST else f"{event.name[:39]}…",
-            event.kind,
-            event.stream,
-            f"{event.times:g}",
-            format_seconds(event.each),
-            format_seconds(event.total),
-            _share(event.total, self.seconds),
-            format_seconds(event.exposed) if event.exposed else "",
-            short(event.source) or "?",
+            operation.name
+            if len(operation.name) <= _LONGEST
+            else f"{operation.name[:39]}…",
+            operation.kind,
+            operation.stream,
+            f"{operation.times:g}",
+            format_seconds(operation.each),
+            format_seconds(operation.total),
+            _share(operation.total, self.seconds),
+            format_seconds(operation.exposed) if operation.exposed else "",
+            short(operation.source) or "?",
             op if len(op) <= _LONGEST else f"…{op[-39:]}",
         ]
 

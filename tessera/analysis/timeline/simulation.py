@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from tessera.analysis.hlo import Instruction
-from tessera.analysis.timeline.event import LOOP
 from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Step, Wait
 from tessera.analysis.timeline.transfers import Transfer
 from tessera.targets.link_routes import UsedLink
@@ -24,15 +23,12 @@ def _no_seconds() -> Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """An operation, a transfer or a loop on the time axis.
+class Executed:
+    """An operation or a transfer, and how often it is executed.
 
     Attributes:
       instruction: What it executes.
-      kind: ``matmul``, ``attention``, ``other``, ``loop``, or that of a transfer.
-      start: Seconds since the beginning of the step.
-      duration: Seconds on the axis. All iterations of a loop are drawn as one that
-        takes as long as all together.
+      kind: ``matmul``, ``attention``, ``other``, or that of a transfer.
       each: Seconds of one execution.
       times: How often it is executed, a fraction where a conditional skips it.
       transfer: The transfer, where it is one.
@@ -40,8 +36,6 @@ class Slice:
 
     instruction: Instruction
     kind: str
-    start: float
-    duration: float
     each: float
     times: float
     transfer: Transfer | None = None
@@ -104,70 +98,67 @@ class Simulation:
     Attributes:
       now: Seconds that the stream of computation has taken.
       totals: Sums over what was executed.
-      slices: What was executed, on the time axis.
+      executed: What was executed.
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.now = 0.0
         self._free: dict[frozenset[UsedLink], float] = {}
         self._flights: dict[str, _Flight] = {}
-        self.totals, self.slices = self._run(steps, 1.0)
+        self.totals, self.executed = self._run(steps, 1.0)
 
-    def _run(self, steps: Iterable[Step], share: float) -> tuple[Totals, list[Slice]]:
+    def _run(
+        self, steps: Iterable[Step], share: float
+    ) -> tuple[Totals, list[Executed]]:
         """Execute steps that are reached in a share of the executions around them.
 
         On average each of them takes that share of its time.
         """
-        totals, slices = Totals(), list[Slice]()
+        totals, executed = Totals(), list[Executed]()
         for step in steps:
             match step:
                 case Compute(instruction, kind, each):
                     spent = share * each
                     totals.compute[kind] += spent
-                    slices.append(
-                        Slice(instruction, kind, self.now, spent, each, share)
-                    )
+                    executed.append(Executed(instruction, kind, each, share))
                     self._compute(spent)
                 case Start(key, transfer):
                     spent = share * transfer.seconds
-                    start = self._begin(key, transfer, spent)
+                    self._begin(key, transfer, spent)
                     totals.transferred[transfer.name] += spent
-                    executed = start, spent, transfer.seconds, share
-                    slices.append(
-                        Slice(transfer.instruction, transfer.kind, *executed, transfer)
-                    )
+                    what, each = (transfer.instruction, transfer.kind), transfer.seconds
+                    executed.append(Executed(*what, each, share, transfer))
                 case Wait(key):
                     self._wait(key, totals)
                 case Loop():
-                    slices += self._loop(step, share, totals)
+                    executed += self._loop(step, share, totals)
                 case Branch():
-                    slices += self._branch(step, share, totals)
-        return totals, slices
+                    executed += self._branch(step, share, totals)
+        return totals, executed
 
-    def _branch(self, branch: Branch, share: float, totals: Totals) -> list[Slice]:
-        slices: list[Slice] = []
+    def _branch(self, branch: Branch, share: float, totals: Totals) -> list[Executed]:
+        executed: list[Executed] = []
         for taken, body in branch.parts:
-            inside, drawn = self._run(body, share * taken)
+            inside, each = self._run(body, share * taken)
             if not branch.is_known:
                 inside.conditional = sum(inside.compute.values())
             totals.add(inside)
-            slices += drawn
-        return slices
+            executed += each
+        return executed
 
     def _compute(self, seconds: float) -> None:
         for flight in self._flights.values():
             flight.hide(self.now, self.now + seconds)
         self.now += seconds
 
-    def _begin(self, key: str, transfer: Transfer, seconds: float) -> float:
-        """Start a transfer; when it begins."""
+    def _begin(self, key: str, transfer: Transfer, seconds: float) -> None:
+        """Start a transfer as soon as its links are free."""
         links = transfer.links
         busy = (end for used, end in self._free.items() if not links.isdisjoint(used))
         start = max([self.now, *busy])
         end = start + seconds
         self._free[links] = end
         self._flights[key] = _Flight(transfer, start, end)
-        return start
 
     def _wait(self, key: str, totals: Totals) -> None:
         if key not in self._flights:
@@ -178,31 +169,26 @@ class Simulation:
             totals.waited[flight.transfer.name] += flight.end - self.now
             self.now = flight.end
 
-    def _loop(self, loop: Loop, share: float, totals: Totals) -> list[Slice]:
+    def _loop(self, loop: Loop, share: float, totals: Totals) -> list[Executed]:
         """All iterations of a loop, of which the second stands for those after it."""
         count = 1 if loop.count is None else loop.count
         totals.unknown_loops += loop.count is None
         if count == 0:
             return []
         start = self.now
-        first, drawn = self._run(loop.body, share)
+        first, executed = self._run(loop.body, share)
         totals.add(first)
-        begin, each = start, self.now - start
         if count > 1:
             begin, free, flights = self.now, dict(self._free), dict(self._flights)
-            later, drawn = self._run(loop.body, share)
+            later, executed = self._run(loop.body, share)
             later.unknown_loops = 0
             totals.add(later, count - 1)
             each = self.now - begin
             computing = sum(later.compute.values()) / each if each else 0.0
             self._skip((count - 2) * each, computing, free, flights)
-        spent = self.now - start
-        if not spent:
+        if self.now == start:
             return []
-        factor = spent / each
-        each, times = spent / count / share, count * share
-        whole = Slice(loop.instruction, LOOP, start, spent, each, times)
-        return [whole, *(_stretched(s, begin, start, factor, count) for s in drawn)]
+        return [replace(part, times=part.times * count) for part in executed]
 
     def _skip(
         self,
@@ -226,15 +212,3 @@ class Simulation:
                 flight.start += seconds
                 flight.end += seconds
         self.now += seconds
-
-
-def _stretched(
-    drawn: Slice, begin: float, start: float, factor: float, count: int
-) -> Slice:
-    """A slice of one iteration, as one of all."""
-    return replace(
-        drawn,
-        start=start + (drawn.start - begin) * factor,
-        duration=drawn.duration * factor,
-        times=drawn.times * count,
-    )

@@ -3,18 +3,11 @@
 
 import pytest
 
-from tessera.analysis.timeline.event import Event
-from tessera.analysis.timeline.report import Communication, Timeline
+from tessera.analysis.timeline.report import Communication, Operation, Timeline
 
-EVENTS = (
-    Event("while.1", "", "", "loop", (), "compute", 0.0, 2.0, 0.5, 4),
-    Event(
-        "dot.1", "jit(f)/dot", "/a/b.py:3", "matmul", (), "compute", 0.0, 2.0, 0.5, 4
-    ),
-    Event(
-        *("gather.1", "", "", "all-gather", ("dp", "tp"), "NVLink", 0.5, 2.0, 0.5, 4),
-        exposed=1.0,
-    ),
+OPERATIONS = (
+    Operation("dot.1", "jit(f)/dot", "/a/b.py:3", "matmul", (), "compute", 0.5, 4),
+    Operation("gather.1", "", "", "all-gather", ("dp", "tp"), "NVLink", 0.5, 4, 1.0),
 )
 
 
@@ -28,7 +21,7 @@ def report(**changes):
         "conditional": 0.0,
         "unknown_loops": 0,
         "unknown_collectives": 0,
-        "events": EVENTS,
+        "operations": OPERATIONS,
     }
     return Timeline(**{**values, **changes})
 
@@ -72,18 +65,18 @@ def test_what_is_not_known_is_said(changes, note):
 
 
 def test_only_the_costliest_of_many_operations_are_listed():
-    events = [
-        Event(f"op.{n}", "", "", "other", (), "compute", 0.0, 1.0, 1.0 + n, 1)
+    operations = [
+        Operation(f"op.{n}", "", "", "other", (), "compute", 1.0 + n, 1)
         for n in range(100)
     ]
-    text = report(events=tuple(events)).as_text()
+    text = report(operations=tuple(operations)).as_text()
     assert "op.99 " in text
     assert "op.0 " not in text
     assert "… 80 more operations and transfers of 3240.00 s" in text
 
 
 def test_an_empty_program_has_a_text():
-    found = report(seconds=0.0, computation={}, communication={}, events=())
+    found = report(seconds=0.0, computation={}, communication={}, operations=())
     assert "predicted step on h100:1x8: 0.00 µs" in found.as_text()
     assert "  overlapped             0.00 µs\n" in found.as_text()
     assert found.overlap is None

@@ -136,7 +136,7 @@ def test_a_dry_run_for_a_target_predicts_the_time_of_a_step(on_target):
     assert text.endswith(f"\n\n{timeline.as_text()}")
     assert "predicted step on cpu:4: " in text
     # Three microbatches through the loop over two layers.
-    assert max(event.times for event in timeline.events) >= 6
+    assert max(each.times for each in timeline.operations) >= 6
 
 
 @pytest.mark.full
