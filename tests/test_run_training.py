@@ -178,16 +178,12 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
     }
 
     profile = folder / "profile"
-    figures = json.loads((profile / "communication.json").read_text())
-    assert figures["collectives"]["mesh"] == {"fsdp": 2, "tp": 2}
-    axes = {tuple(total["axes"]) for total in figures["collectives"]["totals"]}
-    assert {("fsdp",), ("tp",)} <= axes
     text = (profile / "communication.txt").read_text()
     assert "all-reduce" in text
     assert text.splitlines()[0] in seen
-    assert figures["measured"]["executions"] == 2
-    measured = figures["measured"]["communication"]
-    assert {tuple(each["axes"]) for each in measured} == axes
+    assert {"communication over fsdp", "communication over tp"} <= {
+        line[:23].rstrip() for line in text.splitlines()
+    }
     assert "measured on cpu, per device and execution: mean of 2 executions" in seen
     (trace,) = profile.rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))

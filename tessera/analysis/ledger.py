@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -115,28 +115,6 @@ class Ledger:
 
     def _links(self) -> text.Cells:
         return text.links(self.rows, self.target.machine) if self.target else []
-
-    def as_json(self) -> dict[str, Any]:
-        """Rows and sums as plain data for ``json.dumps``; bytes are integers."""
-        return {
-            "mesh": dict(self.mesh_shape),
-            "compiled_for": text.title(self.target).removeprefix("compiled for "),
-            "rows": [
-                {
-                    **dataclasses.asdict(row),
-                    "axes": list(row.axes),
-                    "arrays": [str(shape) for shape in row.arrays],
-                    "nbytes": row.nbytes,
-                    "total_bytes": row.total_bytes,
-                    "is_planned": row.is_planned,
-                }
-                for row in self.rows
-            ],
-            "totals": [
-                {"axes": list(axes), "kind": kind, **dataclasses.asdict(total)}
-                for (axes, kind), total in self.totals().items()
-            ],
-        }
 
 
 def collectives(

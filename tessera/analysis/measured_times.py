@@ -7,8 +7,8 @@ mean over devices and executions.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from tessera.analysis.hlo import Module
 from tessera.analysis.ledger import Ledger
@@ -65,18 +65,6 @@ class Measured:
         """Seconds in which a device waited for the host."""
         busy = self.compute + self.communicating - self.hidden
         return max(0.0, self.seconds - busy)
-
-    def as_json(self) -> dict[str, Any]:
-        """The figures, in seconds, as plain data."""
-        return {
-            **asdict(self),
-            "communication": [
-                {"axes": list(axes), **asdict(time)}
-                for axes, time in self.communication.items()
-            ],
-            "overlap": self.overlap,
-            "idle": self.idle,
-        }
 
 
 def measure(

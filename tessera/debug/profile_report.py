@@ -212,27 +212,6 @@ class Profile:
         )
         return sent / seconds
 
-    def as_json(self) -> dict[str, Any]:
-        """The same figures, in bytes, seconds and FLOPs."""
-        return {
-            "matmul_flops": self.flops.matmul,
-            "other_flops": self.flops.other,
-            "device_kind": self.device_kind,
-            "estimated_compute_seconds": self.least_compute,
-            "communication": [
-                {
-                    "axes": list(axes),
-                    "estimated_seconds": least,
-                    "bytes_per_second": self.bandwidth(axes),
-                }
-                for axes, least in self.least_communication.items()
-            ],
-            "measured": self.measured and self.measured.as_json(),
-            "not_measured": self.reason,
-            "memory": self.compiled.memory.as_json(),
-            "collectives": self.collectives.as_json(),
-        }
-
     __str__ = as_text
     __repr__ = as_text
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import inspect
-import json
 
 import jax
 import jax.numpy as jnp
@@ -413,36 +412,3 @@ def test_sums_per_axis_and_per_kind(mesh):
 
 def test_the_table_is_aligned_and_ends_with_its_sums(mesh):
     assert read(mesh, *LINES).as_text() == TABLE
-
-
-def test_the_data_goes_through_json(mesh):
-    data = json.loads(json.dumps(read(mesh, *LINES).as_json()))
-    assert data["mesh"] == {"dp": 2, "tp": 4}
-    assert data["compiled_for"] == ""
-    assert data["rows"][2] == {
-        "kind": "all-gather",
-        "axes": ["tp"],
-        "group_size": 4,
-        "arrays": ["f32[1024]"],
-        "calls": 1,
-        "conditional": False,
-        "op_name": "f/gather",
-        "source": "/a/b/m.py:5",
-        "instruction": "c",
-        "reason": "",
-        "copies_whole": False,
-        "is_async": False,
-        "keeps_slice": False,
-        "sent": {},
-        "dims": [0],
-        "is_planned": False,
-        "nbytes": 4096,
-        "total_bytes": 4096,
-    }
-    assert data["totals"][0] == {
-        "axes": ["tp"],
-        "kind": "all-reduce",
-        "operations": 2,
-        "calls": 2,
-        "nbytes": 2048,
-    }

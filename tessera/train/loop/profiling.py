@@ -6,7 +6,6 @@ The steps are chosen as ``torch.profiler.schedule`` does: ``wait`` of them are l
 ``active`` are measured. Their trace stays in the run's folder.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from tessera.train.loop.run_folder import RunFolder
 
 
 def write_profile(folder: Path, profile: Profile) -> None:
-    """Write ``communication.txt`` and ``communication.json``.
+    """Write ``communication.txt``.
 
     Raises:
       OutputPathError: [T504] the folder cannot be written.
@@ -31,8 +30,6 @@ def write_profile(folder: Path, profile: Profile) -> None:
     try:
         folder.mkdir(exist_ok=True)  # and not the run's, should that be gone
         (folder / "communication.txt").write_text(profile.as_text() + "\n")
-        figures = json.dumps(profile.as_json(), indent=2)
-        (folder / "communication.json").write_text(figures + "\n")
     except OSError as error:
         raise OutputPathError(
             "the profile cannot be written",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps are measured, and what is written of them."""
 
-import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -110,9 +109,7 @@ def test_the_measured_steps_are_reported_once(tmp_path, heard):
     run(window_of(tmp_path), 8)
     text = (tmp_path / "communication.txt").read_text()
     assert "measured on cpu, per device and execution: mean of 3 executions" in text
-    figures = json.loads((tmp_path / "communication.json").read_text())
-    assert figures["measured"]["executions"] == 3
-    assert figures["matmul_flops"] == 2 * 8**3
+    assert "FLOPs: 1.02 k in matmuls" in text
     first, second = heard
     assert first == text.removesuffix("\n")
     assert second == (
@@ -127,8 +124,8 @@ def test_the_measured_steps_are_reported_once(tmp_path, heard):
 @pytest.mark.slow(reason="a trace holds every program of the process")
 def test_a_run_that_ends_in_the_window_reports_the_steps_that_it_had(tmp_path):
     run(window_of(tmp_path), 3)
-    figures = json.loads((tmp_path / "communication.json").read_text())
-    assert figures["measured"]["executions"] == 1
+    text = (tmp_path / "communication.txt").read_text()
+    assert "mean of 1 executions" in text
 
 
 def test_a_run_that_ends_before_it_says_so(said, tmp_path, heard):
