@@ -4,7 +4,7 @@
     python benchmarks/gpu_kernels.py [--quick] [--json PATH]
 
 Forward and backward pass of causal attention, of the fused loss and of a layer of
-experts without a capacity, and whole steps of ``gpu_day.py``'s models. XLA writes the
+experts, and whole steps of ``gpu_day.py``'s models. XLA writes the
 kernels of a program in NVIDIA's assembly language, and ``ptxas`` says what each takes.
 cuDNN's own kernels are compiled where they run, so of that implementation only what XLA
 does beside them is here. "shared bytes" are the static ones. It needs ``pip install

@@ -54,7 +54,7 @@ EDGES = sorted(
             **{"mlp_dim": 2**24, "num_heads": 2**16, "num_kv_heads": 2**16},
             **{"head_dim": 2**16, "num_experts": 2**16, "window": 2**31 - 1},
             **{"global_every": 2**31 - 1, "scan_unroll": 2**31 - 1},
-            **{"capacity_factor": 1e30, "query_pre_attn_scalar": 1e-37},
+            **{"query_pre_attn_scalar": 1e-37},
             **{
                 "norm_epsilon": 3e38,
                 "rope_base_local": 1e-30,
@@ -225,7 +225,7 @@ FEATURES = (
     *("optimizer.weight_decay=0", "optimizer.scale_by_parameter=false"),
     *("model.sequence_parallel=true", "model.context_parallel=all_to_all"),
     *("model.num_experts=4", "model.num_experts=0", "model.experts_per_token=1"),
-    *("model.capacity_factor=1.5", "model.router_balance_weight=0"),
+    "model.router_balance_weight=0",
     *("model.global_every=1", "model.global_every=9", "model.scan_unroll=2"),
     *("model.num_layers=4", "model.vocab_size=300", "model.num_kv_heads=2"),
     *("model.rope_scale_global=8", "model.query_pre_attn_scalar=0.5", "name=mine"),

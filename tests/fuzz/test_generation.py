@@ -19,7 +19,7 @@ DRAWN = {
     *("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads"),
     *("head_dim", "mlp_dim", "window", "query_pre_attn_scalar", "global_every"),
     *("rope_base_local", "rope_base_global", "rope_scale_global"),
-    *("num_experts", "experts_per_token", "capacity_factor", "renormalize_experts"),
+    *("num_experts", "experts_per_token", "renormalize_experts"),
     *("layer_types", "rope_scale_local", "rope_kind", "rope_original_length"),
     *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
     *("activation", "scale_embedding", "tied_head", "logit_soft_cap", "lora"),
@@ -67,7 +67,6 @@ def drawn_config(draw: Random) -> DecoderConfig:
     if draw.random() < 0.3:
         config |= {"renormalize_experts": draw.random() < 0.5}
         config |= {"num_experts": 3, "experts_per_token": draw.randint(1, 3)}
-        config |= {"capacity_factor": draw.choice([None, 0.5])}
     if draw.random() < 0.3:
         # No projection of these sizes is narrower than two.
         targets = draw.choice([None, ("k_proj",), ("q_proj", "o_proj")])

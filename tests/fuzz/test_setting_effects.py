@@ -29,7 +29,6 @@ BASE = (*SMALL, "model.global_every=2", "training.gradient_accumulation_steps=2"
 RUNS = {
     "one device": (),
     "experts": ("model=moe_tiny", "model.mesh_shape=[[2],[ep]]"),
-    "experts with a capacity": ("model=moe_tiny", "model.capacity_factor=1.5"),
     "dp": ("model.mesh_shape=[[2],[dp]]",),
     "dp, alone": ("model.mesh_shape=[[1],[dp]]",),
     "fsdp and tp": ("model.mesh_shape=[[2,2],[fsdp,tp]]",),
@@ -103,7 +102,6 @@ OTHERS = {
     "model.scan_unroll": ("2",),
     "model.num_experts": ("4",),
     "model.experts_per_token": ("1",),
-    "model.capacity_factor": ("1.25",),
     "model.router_balance_weight": ("0.5",),
     "model.router_z_weight": ("0.5",),
     "model.lora.rank": ("3",),

@@ -5,7 +5,6 @@ operation    op.moe: declares the parameters
 layer        the layer on explicit weights, one SPMD region
   routing      top-k router, its losses and statistics
   dropless     every assignment is computed, in rounds
-  capacity     a capacity for each expert; tokens above it are dropped
     experts      gated MLPs, all-to-all
       blocks       experts on groups of rows, on GPUs
 """

@@ -11,14 +11,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import manual_axes
-from tessera.ops.moe.capacity import with_capacity
 from tessera.ops.moe.dropless import dropless
 from tessera.ops.moe.experts import Weights, sum_of_results
 from tessera.ops.moe.routing import (
@@ -116,16 +114,12 @@ def _on_device(
     """The layer on one device: its tokens, its experts."""
     weights = _gathered(weights, layout.embed, x_BSD.dtype)
     routes = route(x_BSD, weights.router, options)
-    if options.capacity_factor is None:
-        x_TD, flat = jax.tree.map(_merge_sequences, (x_BSD, routes))
-        out = dropless(x_TD, flat, weights, options, layout.experts)
-        out, dropped = out.reshape(x_BSD.shape), jnp.float32(0.0)
-    else:
-        out, dropped = with_capacity(x_BSD, routes, weights, options, layout.experts)
+    x_TD, flat = jax.tree.map(_merge_sequences, (x_BSD, routes))
+    out = dropless(x_TD, flat, weights, options, layout.experts).reshape(x_BSD.shape)
     if layout.hidden:
         # At the end, where it is [B, S, D] and not one row per assignment.
         out = sum_of_results(out, layout.hidden)
-    return out, statistics(routes, dropped, (*layout.batch, *layout.sequence))
+    return out, statistics(routes, (*layout.batch, *layout.sequence))
 
 
 def _merge_sequences(array: Array) -> Array:

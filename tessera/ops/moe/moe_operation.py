@@ -23,7 +23,6 @@ def moe(
     experts: int,
     top_k: int = 2,
     hidden: int | None = None,
-    capacity_factor: float | None = None,
     axis: str | tuple[str, ...] = "ep",
     renormalize: bool = True,
     buffer_factor: float = 2.0,
@@ -47,9 +46,6 @@ def moe(
       experts: Number of experts, a multiple of the axis' size.
       top_k: Experts of a token.
       hidden: Hidden size of an expert; by default ``4 · D``.
-      capacity_factor: None is dropless: every assignment is computed. A number limits
-        the tokens of one sequence per expert to ``capacity_factor · top_k · S /
-        experts``; the others pass only through the residual.
       axis: Mesh axis of the experts. Over a tuple, outer first, the all-to-all takes
         two hops, inside and then across. On a mesh without ``ep`` every device holds
         all experts.
@@ -67,17 +63,15 @@ def moe(
       ShardDivisibilityError: [T201] the mesh does not divide the experts, another dim
         of a parameter, or the batch.
 
+    It is dropless: every assignment is computed, however popular an expert is.
+
     Source: Shazeer et al., arXiv 1701.06538; dropless after MegaBlocks, 2211.15841.
     """
     x = as_array(x)
     _check(x, experts, top_k)
     size = x.shape[-1]
     hidden = 4 * size if hidden is None else hidden
-    for name, number in (
-        ("hidden", hidden),
-        ("buffer_factor", buffer_factor),
-        ("capacity_factor", 1.0 if capacity_factor is None else capacity_factor),
-    ):
+    for name, number in (("hidden", hidden), ("buffer_factor", buffer_factor)):
         check_positive("moe", name, number)
     here = scope.current()
     mesh = here.mesh if here is not None else None
@@ -89,10 +83,7 @@ def moe(
     declared = _declare(size, experts, hidden, layout)
     weights = Weights(declared.router, *(w.astype(x.dtype) for w in declared[1:]))
     options = RoutingOptions(
-        top_k=top_k,
-        renormalize=renormalize,
-        capacity_factor=capacity_factor,
-        buffer_factor=buffer_factor,
+        top_k=top_k, renormalize=renormalize, buffer_factor=buffer_factor
     )
     return expert_layer(x, weights, options, layout)
 

@@ -11,7 +11,6 @@ features, E experts, K choices of a token, A assignments (T · K), P devices alo
 experts' axes, C rows of a buffer, F hidden.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,9 +29,6 @@ class RoutingOptions:
       top_k: Experts of a token.
       renormalize: Whether the weights of a token's experts add up to 1, or are their
         probabilities among all experts as in Switch, where top_k is 1.
-      capacity_factor: None computes every assignment. A number limits the tokens of one
-        sequence of S per expert to ``capacity_factor · top_k · S / experts``, rounded
-        up: first choices first, earlier tokens first.
       buffer_factor: Of a dropless exchange: rows that a device sends to another in one
         round, relative to what it sends if all experts are equally popular. The rest is
         sent in further rounds; nothing is dropped.
@@ -41,20 +37,8 @@ class RoutingOptions:
 
     top_k: int
     renormalize: bool = True
-    capacity_factor: float | None = None
     buffer_factor: float = 2.0
     activation: str = "gelu_tanh"
-
-    def capacity(self, length: int, experts: int) -> int:
-        """The most tokens of one sequence that an expert computes, at least one.
-
-        Example:
-          >>> RoutingOptions(top_k=2, capacity_factor=1.25).capacity(64, 8)
-          20
-        """
-        assert self.capacity_factor is not None
-        even = self.capacity_factor * self.top_k * length / experts
-        return min(length, math.ceil(even))
 
 
 class Routes(NamedTuple):
@@ -103,26 +87,20 @@ class RouterStatistics:
       z_loss: f32 scalar, the mean square of ``logsumexp(logits)`` (ST-MoE, arXiv
         2202.08906, equation 5). Differentiable.
       entropy: f32 scalar, mean entropy of a token's probabilities, in nats.
-      dropped_fraction: f32 scalar, the fraction of dropped assignments; 0 without a
-        capacity.
-      tokens_per_expert: f32 ``[E]``, assignments per expert, dropped or not.
+      tokens_per_expert: f32 ``[E]``, assignments per expert.
     """
 
     load_balancing_loss: Array
     z_loss: Array
     entropy: Array
-    dropped_fraction: Array
     tokens_per_expert: Array
 
 
-def statistics(
-    routes: Routes, dropped: Array, axes: tuple[str, ...]
-) -> RouterStatistics:
+def statistics(routes: Routes, axes: tuple[str, ...]) -> RouterStatistics:
     """The statistics of all devices along the axes that split the tokens.
 
     Args:
       routes: Of this device's tokens.
-      dropped: The number of dropped assignments, f32 scalar.
       axes: Mesh axes of the SPMD region that this is called in; empty outside of one.
     """
     num_experts = routes.logits.shape[-1]
@@ -134,7 +112,6 @@ def statistics(
         routes.probabilities.reshape(-1, num_experts).sum(axis=0),
         jnp.square(z).sum()[None],
         -(routes.probabilities * logs).sum()[None],
-        dropped[None],
     )
     # Means over all tokens, not means of the devices' losses: the loss of a batch must
     # not depend on the number of devices. One small all-reduce for everything.
@@ -149,6 +126,5 @@ def statistics(
         load_balancing_loss=num_experts * jnp.vdot(shares, probability / tokens),
         z_loss=rest[0] / tokens,
         entropy=rest[1] / tokens,
-        dropped_fraction=rest[2] / choices,
         tokens_per_expert=counts,
     )

@@ -88,7 +88,7 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
-        _rename(values["training"])
+        _rename(values["training"], values["model"])
         values["runtime"].pop("timeline_dir", None)  # of earlier versions
         model = values["model"].get("definition", DECODER)
         config = schema(definition_of(model))
@@ -102,11 +102,13 @@ def settings_of_text(text: str) -> Config:
         raise ValueError(next(iter(str(error).splitlines()), name)) from error
 
 
-def _rename(training: dict[str, Any]) -> None:
+def _rename(training: dict[str, Any], model: dict[str, Any]) -> None:
     """Drop settings of earlier versions, and give others their present names."""
     # They change no array of the state but ``residual``, of which a restoration tells.
     for name in ("validation_batches", "gradient_compression", "compression_ratio"):
         training.pop(name, None)
+    if model.get("capacity_factor", 0) is None:  # another number made another model
+        del model["capacity_factor"]
     if "microshards" in training:
         training["reduction_parts"] = training.pop("microshards")
     if training.get("pipeline_gather") == "tick":

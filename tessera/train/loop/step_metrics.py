@@ -38,7 +38,6 @@ _SHOWN: Final = (
     "loss_z",
     "grad_norm_z",
     "router_balance_loss",
-    "router_dropped_fraction",
     "router_max_load",
 )
 

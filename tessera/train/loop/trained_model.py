@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -38,7 +38,6 @@ from tessera.train.data.tokenization import (
 from tessera.train.data.tokenizer_folder import TOKENIZER_FILE
 from tessera.train.data.vocabulary import check_tokens
 from tessera.train.files.bounded_yaml import parse_yaml
-from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.definition import ModelOptions, import_module
 from tessera.train.models.families.published_files import Published, read_published
@@ -188,8 +187,6 @@ def _checkpoint(path: Path) -> TrainedModel:
     tokenizer = load_tokenizer(settings.data.tokenizer)
     ends = () if tokenizer.separator is None else (tokenizer.separator,)
     model = settings.model.kind.build(settings.model.config, ModelOptions(), None)
-    if isinstance(model, DecoderModel):
-        model = _dropless(model.config)
 
     def read(mesh: Mesh | None) -> Tree:
         params = CheckpointParams(checkpoint)
@@ -207,14 +204,8 @@ def _checkpoint(path: Path) -> TrainedModel:
     return TrainedModel(model, name, tokenizer, ends, ends, length, read)
 
 
-def _dropless(config: DecoderConfig) -> DecoderModel:
-    """With a capacity, a token's experts would depend on the tokens around it."""
-    return DecoderModel(replace(config, capacity_factor=None))
-
-
 def _folder(path: Path) -> TrainedModel:
-    config = ModelFolder(path).config
-    model = _dropless(config)
+    model = DecoderModel(ModelFolder(path).config)
     tokenizer = load_tokenizer(str(path))
     assert isinstance(tokenizer, JsonTokenizer)
     published = read_published(path)

@@ -110,8 +110,7 @@ def generate(
 class Sampler:
     """A model and its parameters, laid out to generate text.
 
-    It holds a copy of the layers' parameters, each layer in arrays of its own. Experts
-    are dropless, whatever the model's capacity factor.
+    It holds a copy of the layers' parameters, each layer in arrays of its own.
 
     Args:
       model: The model of the parameters.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ragged matmuls of experts without a capacity cost beside their FLOPs.
+"""What the ragged matmuls of experts cost beside their FLOPs.
 
 On CPUs XLA has no kernel for them. There it multiplies each row by the matrices of all
 groups, with zeros in the place of rows of other groups: as many times the work, and

@@ -71,26 +71,21 @@ def test_it_computes_what_the_reference_computes():
 
 @pytest.mark.slow(reason="the one test of experts on a mesh with gradients")
 @pytest.mark.parametrize(
-    ("axes", "sizes", "axis", "capacity"),
+    ("axes", "sizes", "axis"),
     [
+        pytest.param(["fsdp", "ep", "tp"], [2, 2, 2], "ep", marks=pytest.mark.full),
         pytest.param(
-            ["fsdp", "ep", "tp"], [2, 2, 2], "ep", None, marks=pytest.mark.full
-        ),
-        pytest.param(
-            ["across", "inside"],
-            [2, 2],
-            ("across", "inside"),
-            1.0,
+            *(["across", "inside"], [2, 2], ("across", "inside")),
             marks=pytest.mark.full,
         ),
-        (["dp", "tp"], [2, 2], "ep", None),
+        (["dp", "tp"], [2, 2], "ep"),
     ],
     ids=str,
 )
-def test_on_a_mesh_it_computes_the_same(axes, sizes, axis, capacity):
-    want = filled(moe_step(capacity_factor=capacity), X)(X)
+def test_on_a_mesh_it_computes_the_same(axes, sizes, axis):
+    want = filled(moe_step(), X)(X)
     mesh = Mesh(axes, devices=range(int(np.prod(sizes))), shape=sizes)
-    step = filled(moe_step(mesh, axis=axis, capacity_factor=capacity), X)
+    step = filled(moe_step(mesh, axis=axis), X)
     got = step(X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -162,14 +157,14 @@ def test_outside_a_step_it_says_so():
         ),
         (
             X,
-            {"capacity_factor": 0.0},
-            "[T401] capacity_factor of moe is not positive\n"
-            "  got: capacity_factor=0.0\n"
-            "  fix: use capacity_factor=1 or more\n"
+            {"buffer_factor": 0.0},
+            "[T401] buffer_factor of moe is not positive\n"
+            "  got: buffer_factor=0.0\n"
+            "  fix: use buffer_factor=1 or more\n"
             "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html",
         ),
     ],
-    ids=["rank", "top_k", "capacity"],
+    ids=["rank", "top_k", "buffer"],
 )
 def test_a_mistake_is_an_error_that_names_it(x, options, message):
     with pytest.raises(OperandError) as caught:

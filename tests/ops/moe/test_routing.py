@@ -53,7 +53,7 @@ def test_the_router_scores_narrow_activations_in_f32():
 
 def test_the_losses_are_those_of_the_papers():
     routes = route(X, ROUTER, TOP2)
-    found = statistics(routes, jnp.float32(0.0), ())
+    found = statistics(routes, ())
     p = probabilities().reshape(-1, 6)
     chosen = np.argsort(-p, axis=-1)[:, :2].reshape(-1)
     counts = np.bincount(chosen, minlength=6)
@@ -73,7 +73,7 @@ def test_a_perfect_balance_costs_one_whatever_the_number_of_choices():
     x = np.eye(4, dtype="f4").repeat(3, axis=0)[None]
     router = 5 * np.eye(4, dtype="f4") + 4 * np.roll(np.eye(4, dtype="f4"), 1, axis=1)
     for options in (TOP2, replace(TOP2, top_k=1)):
-        found = statistics(route(x, router, options), jnp.float32(0.0), ())
+        found = statistics(route(x, router, options), ())
         np.testing.assert_allclose(found.load_balancing_loss, 1.0, rtol=1e-6)
         assert set(np.asarray(found.tokens_per_expert)) == {3.0 * options.top_k}
 
@@ -82,19 +82,10 @@ def test_a_perfect_balance_costs_one_whatever_the_number_of_choices():
 def test_the_balancing_loss_pushes_down_the_expert_that_all_choose():
     def loss(router):
         routes = route(np.abs(X), router, TOP2)
-        return statistics(routes, jnp.float32(0.0), ()).load_balancing_loss
+        return statistics(routes, ()).load_balancing_loss
 
     router = np.zeros((4, 6), "f4")
     router[:, 3] = 1.0
     gradient = np.asarray(jax.grad(loss)(router)).sum(0)
     assert gradient[3] > 0
     assert loss(router) > loss(router - gradient)
-
-
-@pytest.mark.parametrize(
-    ("factor", "length", "experts", "wanted"),
-    [(1.0, 16, 8, 4), (1.25, 16, 8, 5), (1.0, 6, 8, 2), (0.01, 6, 8, 1), (99, 6, 8, 6)],
-)
-def test_a_capacity_is_the_even_share_times_its_factor(factor, length, experts, wanted):
-    options = replace(TOP2, capacity_factor=factor)
-    assert options.capacity(length, experts) == wanted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts without a capacity, for GPUs and TPUs: each row meets its own alone."""
+"""Experts, for GPUs and TPUs: each row meets its own alone."""
 
 from functools import cache
 

@@ -151,7 +151,12 @@ def test_the_configuration_of_an_older_checkpoint_is_read():
     assert loss in older
     gone = "  gradient_compression: top_k\n  compression_ratio: 0.01\n"
     older = older.replace(loss, loss + gone)
+    experts = "  num_experts: 0\n"
+    assert experts in older
+    older = older.replace(experts, f"{experts}  capacity_factor: null\n")
     assert settings_of_text(older) == settings_of_text(text)
+    with pytest.raises(ValueError, match="capacity_factor"):
+        settings_of_text(older.replace("capacity_factor: null", "capacity_factor: 1.5"))
 
 
 def test_the_output_folder_may_be_given():

@@ -20,7 +20,6 @@ SYNTHETIC = "data=synthetic"
 # What is given -> the setting of it that has no effect, and why.
 UNUSED = {
     ("model.experts_per_token=3",): "model.num_experts=0",
-    ("model.capacity_factor=1.5",): "model.num_experts=0",
     ("model.router_balance_weight=0",): "model.num_experts=0",
     ("model.router_z_weight=0.1",): "model.num_experts=0",
     ("model.context_parallel=all_to_all",): "has no axis cp",
@@ -47,7 +46,7 @@ UNUSED = {
 }
 # The same settings where something reads them.
 USED = [
-    ("model=moe_tiny", "model.experts_per_token=3", "model.capacity_factor=1.5"),
+    ("model=moe_tiny", "model.experts_per_token=3"),
     ("model=moe_tiny", "model.router_balance_weight=0", "model.router_z_weight=0.1"),
     ("model.context_parallel=all_to_all", "model.mesh_shape=[[2],[cp]]"),
     ("model.sequence_parallel=true", "model.mesh_shape=[[2],[tp]]"),
@@ -90,11 +89,11 @@ def test_a_float_may_be_written_as_an_int():
 
 def test_several_for_one_reason_are_one_mistake():
     with pytest.raises(TesseraError) as caught:
-        composed("model.experts_per_token=4", "model.capacity_factor=1.5")
+        composed("model.experts_per_token=4", "model.router_z_weight=0.5")
     assert str(caught.value) == (
-        "[T507] model.experts_per_token and model.capacity_factor have no effect in "
+        "[T507] model.experts_per_token and model.router_z_weight have no effect in "
         "this run\n"
-        "  got: model.experts_per_token=4, model.capacity_factor=1.5; "
+        "  got: model.experts_per_token=4, model.router_z_weight=0.5; "
         "model.num_experts=0\n"
         "  fix: leave them out, or change model.num_experts\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"

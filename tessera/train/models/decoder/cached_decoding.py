@@ -36,8 +36,7 @@ class CachedDecoding(Decoding):
     """The functions of a decoder that are compiled to generate text.
 
     Attributes:
-      model: Without pipeline stages, and dropless: with a capacity, what a token's
-        experts compute would depend on how many tokens are computed together.
+      model: Without pipeline stages.
       dtype: Dtype of the cache; None is that of the keys.
     """
 
@@ -51,7 +50,7 @@ class CachedDecoding(Decoding):
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
-        plain = DecoderModel(replace(model.config, capacity_factor=None))
+        plain = DecoderModel(model.config)
         place = plain.place(mesh)
         place = replace(place, whole=place.whole | {"context"})
         return cls(plain, dtype, place=place)

@@ -124,9 +124,6 @@ class DecoderConfig:
       experts_per_token: Experts that process each token.
       renormalize_experts: Whether the weights of a token's experts add up to 1, or are
         their probabilities among all experts.
-      capacity_factor: None is dropless: every expert computes all tokens routed to it.
-        A number limits an expert's tokens of a sequence, in multiples of its even
-        share.
       router_balance_weight: Weight in the training loss of each layer's load-balancing
         loss.
       router_z_weight: Weight in the training loss of each layer's router z-loss.
@@ -180,7 +177,6 @@ class DecoderConfig:
     num_experts: int = 0
     experts_per_token: int = 2
     renormalize_experts: bool = True
-    capacity_factor: float | None = None
     router_balance_weight: float = 0.01
     router_z_weight: float = 0.001
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -412,7 +408,7 @@ class DecoderDefinition(ModelDefinition):
             yield "model.lora.alpha model.lora.targets", "model.lora.rank=0"
         if not config.num_experts:
             yield (
-                "model.experts_per_token model.capacity_factor "
-                "model.router_balance_weight model.router_z_weight",
+                "model.experts_per_token model.router_balance_weight "
+                "model.router_z_weight",
                 "model.num_experts=0",
             )

@@ -29,7 +29,6 @@ ROUTER_METRICS: Final = (
     "router_balance_loss",
     "router_z_loss",
     "router_entropy",
-    "router_dropped_fraction",
     "router_max_load",
 )
 
@@ -53,7 +52,6 @@ class Experts(nnx.Module):
         self.options = RoutingOptions(
             top_k=config.experts_per_token,
             renormalize=config.renormalize_experts,
-            capacity_factor=config.capacity_factor,
             activation=config.activation,
         )
 
@@ -123,7 +121,6 @@ def router_sums(
         balance / config.num_layers,
         z / config.num_layers,
         statistics["entropy"].sum() / config.num_layers,
-        statistics["dropped_fraction"].sum() / config.num_layers,
         load.sum() / config.num_layers,
     )
     return {

@@ -17,7 +17,6 @@ from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.train.models import DecoderModel, config_of
-from tessera.train.models.decoder.expert_mlp import Experts
 from tessera.train.models.decoder.layers import MLP
 from tessera.train.models.partition_rules import NO_MESH
 from tests.ops.moe.reference import reference
@@ -106,7 +105,6 @@ def test_every_layer_has_router_statistics(params):
         "load_balancing_loss": (2,),
         "z_loss": (2,),
         "entropy": (2,),
-        "dropped_fraction": (2,),
         "tokens_per_expert": (2, 8),
     }
     assert (statistics["tokens_per_expert"].sum(axis=1) == 4 * 8 * 2).all()
@@ -119,16 +117,6 @@ def test_a_model_without_experts_has_no_router_statistics():
     assert isinstance(module.decoder.mlp, MLP)
     assert not hasattr(module.decoder, "experts")
     assert jax.eval_shape(partial(statistics_of, model), model.abstract()) == {}
-
-
-def test_a_capacity_reaches_the_routers():
-    config = dataclasses.replace(CONFIG, capacity_factor=0.5)
-    model = DecoderModel(config)
-    module = model.merge(model.abstract())
-    assert isinstance(module.decoder.experts, Experts)
-    assert module.decoder.experts.options == RoutingOptions(
-        top_k=2, capacity_factor=0.5
-    )
 
 
 def test_a_token_computes_a_part_of_the_parameters():

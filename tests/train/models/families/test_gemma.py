@@ -223,7 +223,6 @@ def test_experts_with_the_features_of_gemma_are_refused():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor = 1.0, not None"),
         ({"query_pre_attn_scalar": 6.5}, "query_pre_attn_scalar = 6.5, not 6.0"),
         ({"d_model": 18}, "d_model = 18 is no multiple of num_heads = 4"),
     ],
