@@ -22,7 +22,6 @@ from tessera.graph.jit import function as jit
 from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm
-from tessera.ops.clipping import clip_by_value as clip_by_value
 from tessera.ops.clipping import global_norm as global_norm
 from tessera.ops.gradient_accumulation import (
     accumulate_gradients as accumulate_gradients,

@@ -12,7 +12,6 @@ from tessera.ops.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    barrier,
     broadcast,
     gather,
     recv,
@@ -29,8 +28,8 @@ allreduce = all_reduce
 # fmt: off
 __all__ = [
     "DistTensor", "Inspection", "Mesh", "ShardSpec", "all_gather", "all_reduce",
-    "all_to_all", "allreduce", "average_gradients", "barrier", "broadcast",
-    "gather", "inspect", "per_device", "profile", "recv", "recv_from",
-    "reduce_scatter", "scatter", "send", "simulate_devices", "tensor",
+    "all_to_all", "allreduce", "average_gradients", "broadcast", "gather", "inspect",
+    "per_device", "profile", "recv", "recv_from", "reduce_scatter", "scatter", "send",
+    "simulate_devices", "tensor",
 ]
 # fmt: on

@@ -128,7 +128,6 @@ def test_the_public_names_are_these():
             "autocast",
             "checkpoint",
             "clip_by_global_norm",
-            "clip_by_value",
             "compare_layouts",
             "dist",
             "distribute",

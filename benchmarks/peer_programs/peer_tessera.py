@@ -57,4 +57,4 @@ def block_of(setting: Setting, block: Tree, x: jax.Array) -> jax.Array:
     attended = op.flash_attention(q, k, v, causal=True).swapaxes(1, 2)
     x = x + attended.reshape(rows, length, width) @ block["out"]
     y = ts.nn.rms_norm(x, block["norm_2"], eps=EPSILON)
-    return x + ts.nn.gelu(y @ block["up"], approximate="tanh") @ block["down"]
+    return x + jax.nn.gelu(y @ block["up"], approximate=True) @ block["down"]

@@ -49,7 +49,11 @@ def clip_by_global_norm(gradients: Tree, max_norm: Any) -> tuple[Tree, jax.Array
 
     Source: Pascanu et al., arXiv 1211.5063.
     """
-    _check_positive("max_norm", max_norm)
+    if isinstance(max_norm, int | float) and not max_norm > 0:
+        raise OperandError(
+            f"gradients cannot be clipped to max_norm={max_norm}",
+            fix="use a positive number, or do not clip",
+        )
     norm = global_norm(gradients)
     return scaled_down(gradients, norm, max_norm), norm
 
@@ -62,37 +66,3 @@ def scaled_down(gradients: Tree, norm: jax.Array, max_norm: Any) -> Tree:
         return leaf * scale.astype(leaf.dtype)
 
     return jax.tree.map(scaled, gradients)
-
-
-def clip_by_value(gradients: Tree, limit: Any) -> Tree:
-    """Clip every number of the gradients to ``[-limit, limit]``.
-
-    Args:
-      gradients: Tree of floating-point arrays.
-      limit: A positive number.
-
-    Returns:
-      A tree of the same shapes and dtypes; a NaN stays a NaN.
-
-    Raises:
-      OperandError: [T401] the limit is not positive.
-
-    Example:
-      >>> print(clip_by_value({"w": jnp.array([-3.0, 0.5])}, 1.0)["w"])
-      [-1.   0.5]
-    """
-    _check_positive("limit", limit)
-
-    def clipped(leaf: jax.Array) -> jax.Array:
-        bound = jnp.asarray(limit, leaf.dtype)
-        return jnp.clip(leaf, -bound, bound)
-
-    return jax.tree.map(clipped, gradients)
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, int | float) and not value > 0:
-        raise OperandError(
-            f"gradients cannot be clipped to {name}={value}",
-            fix="use a positive number, or do not clip",
-        )

@@ -16,10 +16,8 @@ may be a tree of arrays: each leaf is an operand by itself.
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import multihost_utils
+from jax import Array
 
 from tessera.errors import CollectiveError
 from tessera.mesh import manual_axes
@@ -298,44 +296,6 @@ def recv_from(source: int, what: Any, axis: Axis | None = None) -> Any:
     return broadcast(what, tuple(manual) if axis is None else axis, root=source)
 
 
-def barrier(x: Any = None, axis: Axis | None = None) -> Any:
-    """Wait for the other devices.
-
-    In an SPMD region the result is ``x``, available once every device along the axis
-    has reached the barrier. Outside, the calling Python thread waits until ``x`` is
-    computed and, if there are several processes, until all of them have reached it.
-
-    Args:
-      x: The array or tree to hold back; required in an SPMD region.
-      axis: Mesh axes of an SPMD region; None is all of them. Not allowed outside.
-
-    Returns:
-      ``x``, unchanged.
-
-    Raises:
-      UnknownAxisError: [T103] the mesh has no such axis.
-      CollectiveError: [T206] nothing to hold back in a region, or an axis outside.
-    """
-    manual = manual_axes()
-    if manual and x is None:
-        raise CollectiveError(
-            "a barrier inside an SPMD region needs a value to hold back",
-            fix="write x = barrier(x), and use that x",
-        )
-    if manual:
-        return each(_hold_back, x, tuple(manual) if axis is None else axis)
-    if axis is not None:
-        raise CollectiveError(
-            "a barrier outside an SPMD region waits for every process",
-            got=f"axis {axis!r}",
-            fix="leave axis out",
-        )
-    jax.block_until_ready(x)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("tessera.barrier")
-    return x
-
-
 def _by_root(
     function: Callable[..., Array], x: Any, axis: Axis, root: int, dim: int
 ) -> Any:
@@ -353,13 +313,6 @@ def _transferred(
         return operand.run(function, _pairs(operand, source, to), out_dim="same")
 
     return each(one, x, axis)
-
-
-def _hold_back(operand: Operand) -> Array:
-    # XLA removes unused computations, optimization barriers included. It cannot know
-    # that a sum of ranks is never negative.
-    token = lax.psum(lax.axis_index(operand.axes), operand.axes)
-    return jnp.where(token >= 0, operand.value, jnp.zeros_like(operand.value))
 
 
 # --- checks

@@ -29,7 +29,7 @@ class LossScale:
     """A loss scale, its counters, and its options.
 
     A pytree of four scalars, carried from step to step like the state of an optimizer;
-    ``dynamic`` and ``static`` create it. All methods except ``check`` are pure, for
+    ``dynamic`` creates it. All methods except ``check`` are pure, for
     ``ts.function`` and for plain JAX.
 
     Attributes:
@@ -109,22 +109,6 @@ class LossScale:
             growth_interval=growth_interval,
             smallest=smallest,
             largest=largest,
-            patience=patience,
-        )
-
-    @classmethod
-    def static(cls, value: float, *, patience: int = 50) -> "LossScale":
-        """A constant scale that tolerates ``patience - 1`` consecutive overflows.
-
-        Raises:
-          SettingValueError: [T502] a setting is out of its range.
-        """
-        return cls.dynamic(
-            value,
-            growth=1.0,
-            backoff=1.0,
-            smallest=value,
-            largest=value,
             patience=patience,
         )
 

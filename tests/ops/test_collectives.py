@@ -270,24 +270,6 @@ def test_reduce_scatter_adds_up_blocks_that_some_of_the_axes_hold_alike(
     np.testing.assert_array_equal(jax.jit(region)(x), 2 * x.sum(axis=0))
 
 
-def test_a_barrier_gives_back_what_it_holds_and_makes_everyone_meet(dp_mesh):
-    def body(tree):
-        return dist.barrier(tree)
-
-    mapped = in_region(dp_mesh, body, P("dp"), P("dp"))
-    held = mapped({"a": numbers(8)})
-    np.testing.assert_array_equal(held["a"], numbers(8))
-    assert moved(mapped, dp_mesh, {"a": numbers(8)}) == [("all-reduce", ("dp",), 4)]
-
-
-def test_a_barrier_may_wait_along_one_axis(grid_mesh):
-    def body(block):
-        return dist.barrier(block, "tp")
-
-    mapped = in_region(grid_mesh, body, P("dp"), P("dp"))
-    assert moved(mapped, grid_mesh, numbers(2)) == [("all-reduce", ("tp",), 4)]
-
-
 def test_a_tree_is_reduced_leaf_by_leaf(dp_mesh):
     tree = {"a": numbers(8), "b": [numbers(8, 2)]}
 

@@ -223,9 +223,3 @@ def test_in_a_trace_the_recorded_layout_counts(fixture, request):
     total, again = jax.eval_shape(step, x)
     assert total.shape == again.shape == (4, 24)
     assert "all-reduce" in jax.jit(step).lower(x).compile().as_text()
-
-
-def test_outside_a_region_a_barrier_waits_for_the_value():
-    x = jnp.ones(3) * 2
-    assert dist.barrier(x) is x
-    assert dist.barrier() is None

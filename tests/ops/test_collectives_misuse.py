@@ -161,14 +161,3 @@ def test_a_traced_array_that_hides_its_layout_is_refused(dp_mesh):
         "  fix: call it inside @op.kernel, where every device has its own block\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
-
-
-def test_barriers_that_mean_nothing(dp_mesh):
-    assert "leave axis out" in message_of(CollectiveError, dist.barrier, None, "dp")
-
-    def body(x):
-        dist.barrier()
-        return x
-
-    region = in_region(dp_mesh, body, P("dp"), P("dp"))
-    assert "x = barrier(x)" in message_of(CollectiveError, region, numbers(8))

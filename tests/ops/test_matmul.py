@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""op.matmul and ts.nn.linear against NumPy, and errors that show both shapes."""
+"""op.matmul against NumPy, and errors that show both shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera.errors import OperandError
-from tessera.ops.matmul import linear, matmul
+from tessera.ops.matmul import matmul
 from tessera.shard import ShardSpec, tensor
 
 SIZES = st.integers(1, 3)
@@ -123,37 +123,3 @@ def test_the_error_comes_while_a_step_is_traced():
     step = ts.function(lambda a, b: matmul(a, b))
     with pytest.raises(OperandError, match="T401"):
         step.trace(filled(2, 3), filled(4, 5))
-
-
-# --- linear
-
-
-DRAW = np.random.default_rng(0)
-X, WEIGHT, BIAS = (DRAW.normal(size=s).astype("f4") for s in ((2, 3, 4), (4, 5), (5,)))
-
-
-def test_linear_is_a_product_and_a_sum():
-    np.testing.assert_allclose(linear(X, WEIGHT), X @ WEIGHT, rtol=1e-5)
-    np.testing.assert_allclose(linear(X, WEIGHT, BIAS), X @ WEIGHT + BIAS, rtol=1e-5)
-    np.testing.assert_allclose(linear(X[0, 0], WEIGHT), X[0, 0] @ WEIGHT, rtol=1e-5)
-
-
-def test_the_dtype_of_linear_is_that_of_the_operands():
-    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (X, WEIGHT, BIAS)]
-    assert linear(*narrow).dtype == jnp.bfloat16
-
-
-def test_a_transposed_weight_is_an_error_with_both_shapes():
-    with pytest.raises(OperandError, match=r"shapes \(2, 3, 4\) and \(5, 4\)"):
-        linear(X, WEIGHT.T)
-
-
-def test_a_bias_of_another_size_is_an_error():
-    with pytest.raises(OperandError) as caught:
-        linear(X, WEIGHT, X[0, 0])
-    assert str(caught.value) == (
-        "[T401] linear takes a weight [D_in, D_out] and a bias [D_out]\n"
-        "  got: weight (4, 5), bias (4,)\n"
-        "  fix: transpose a weight that comes from PyTorch\n"
-        "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
-    )
