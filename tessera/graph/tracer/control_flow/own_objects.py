@@ -117,7 +117,7 @@ def restore(target: Any, held: Mapping[Any, Any]) -> None:
         return
     if isinstance(target, np.ndarray):
         if not target.dtype.hasobject:
-            target.flat = np.frombuffer(held[VALUE], target.dtype)
+            target.flat[:] = np.frombuffer(held[VALUE], target.dtype)
     elif isinstance(target, bytearray):
         target[:] = held[VALUE]
     elif isinstance(target, (list, deque)):
@@ -213,8 +213,8 @@ def adopt_result(result: Any, function: Any, given: Mapping[int, Any]) -> None:
             new = [result]
     elif _package(function) in _RETURN_NEW:
         new = [*mutable_objects([result]).values()]
-    elif is_iterator(result):
-        new = [] if function is next else [result]
+    elif is_iterator(result) and function is not next:
+        new = [result]
     elif function is sorted or _is_copy_method(function):
         new = [result]
     if conversion is not None:
