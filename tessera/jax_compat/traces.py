@@ -99,11 +99,6 @@ def canonical_dtype(dtype: Any) -> Any:
     return dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
-def as_number(value: Any, kind: type) -> Any:
-    """A value as a number of Python's ``int`` or ``float``: its dtype is weak."""
-    return converted(value, dtypes.canonicalize_dtype(kind), kind is not bool)
-
-
 def converted(value: Any, dtype: Any, weak: bool) -> Any:
     """A value with another dtype, which is weak or not."""
     return lax._convert_element_type(value, dtype, weak_type=weak)

@@ -88,8 +88,7 @@ def choose(
         state.write(starts[-1])
         blocks.append(traced_block(run, state, starts[-1], where))
     state.write(before)
-    ways = ("if it holds", "if not")
-    merge = Merge(where, ways, state)
+    merge = Merge(where, state)
     keys = dict.fromkeys((*blocks[0].changes, *blocks[1].changes))
     first, second = (state.trees(block.end, keys) for block in blocks)
     merged = {key: merge.merged(key, first[key], second[key]) for key in keys}

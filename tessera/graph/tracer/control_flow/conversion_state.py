@@ -90,8 +90,8 @@ class Conversion:
         return ControlFlowError(
             f"Python needs a value at {where} that is only known when the program runs",
             got=got + runs_plainly,
-            fix="use `if`, `while` or `for` in a function that is defined in a file, "
-            "or jnp.where, jax.lax.cond and jax.lax.while_loop\n"
+            fix="use `if` in a function that is defined in a file, or jnp.where and "
+            "jax.lax.cond; for loops jax.lax.fori_loop and jax.lax.while_loop\n"
             "for `a < b < c`, max, min, any, all, int and float write `a < b and "
             "b < c`, jnp.maximum, jnp.minimum, jnp.any, jnp.all and x.astype\n"
             "to show values, write the f-string as an argument of `print`\n"

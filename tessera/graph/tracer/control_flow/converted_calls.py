@@ -187,7 +187,6 @@ def _builtin(function: Any) -> Callable[..., Any] | None:
 
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
-    range: loops.range_,
     type: type,  # the class of an object is not new
     setattr: _checked(setattr),
     delattr: _checked(delattr),

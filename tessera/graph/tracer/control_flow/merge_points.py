@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge points: the value of a variable after an ``if``, and after a loop iteration.
+"""Merge points: the value of a variable after an ``if``.
 
 Its value on one branch must have the same type as on the other; a Python number
 takes the dtype of an array, as it does in arithmetic. Two containers become a
@@ -45,10 +45,6 @@ class Merged:
     leaves: Sequence[Any]
     structure: Any
 
-    def form(self) -> Any:
-        """Equal to that of another merged value that a loop can carry in its place."""
-        return self.structure, [type(leaf) for leaf in self.leaves]
-
 
 def filled(merged: Mapping[Key, Any], results: Sequence[Any]) -> dict[Key, Any]:
     """Merged values, with the outputs of a program in their slots."""
@@ -90,16 +86,12 @@ class Merge:
 
     Attributes:
       where: The statement, as ``the `if` at file.py:12``.
-      ways: The names of the two branches in messages.
       state: The state before them.
-      relation: How messages describe a mismatch.
       numbers: The numbers that the program computes, in the order of their slots.
     """
 
     where: str
-    ways: tuple[str, str]
     state: State
-    relation: str = "another type on each side of"
     numbers: list[MergedNumber] = field(default_factory=list)
     _problems: list[tuple[str, str]] = field(default_factory=list)
     _deferred: list[tuple[str, str]] = field(default_factory=list)
@@ -165,8 +157,8 @@ class Merge:
         problems = [*self._deferred, *self._problems]
         names = ", ".join(repr(name) for name, _ in problems)
         return BranchError(
-            f"{names} {'has' if len(problems) == 1 else 'have'} {self.relation} "
-            f"{self.where}",
+            f"{names} {'has' if len(problems) == 1 else 'have'} another type on each "
+            f"side of {self.where}",
             got="\n".join(f"{name}: {text}" for name, text in problems),
             fix="give it the same shape and dtype on both ways, e.g. with .astype or "
             "jnp.broadcast_to\n"
@@ -204,8 +196,7 @@ class Merge:
         texts = describe(first), describe(second)
         if texts[0] == texts[1]:
             texts = repr(first), repr(second)
-        ways = ", ".join(f"{t} {w}" for t, w in zip(texts, self.ways, strict=True))
-        self._problems.append((name, ways))
+        self._problems.append((name, f"{texts[0]} if it holds, {texts[1]} if not"))
         return first
 
 

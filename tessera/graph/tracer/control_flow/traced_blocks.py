@@ -55,17 +55,14 @@ def traced_block(
     state: State,
     before: Contents,
     what: str,
-    *,
-    inputs: Sequence[Any] = (),
 ) -> Block:
     """Trace a block, and undo its changes of the state.
 
     Args:
-      run: The block; takes traced values of the types of ``inputs``.
+      run: The block.
       state: What it may change.
       before: What the state holds when it begins.
       what: Its name in messages.
-      inputs: Types.
 
     Raises:
       ControlFlowError: [T319] it raises, or changes what cannot be traced.
@@ -73,8 +70,8 @@ def traced_block(
     ends: list[Contents] = []
     arrays: dict[int, Any] = {}
 
-    def flat(*values: Any) -> list[Any]:
-        run(*values)
+    def flat() -> list[Any]:
+        run()
         state.require_others_unchanged(what)
         ends.append(state.read())
         for key in state.changes(before, ends[0]):
@@ -86,7 +83,7 @@ def traced_block(
     opened = nullcontext() if conversion is None else conversion.block()
     try:
         with _errors_recorded(what), opened:
-            program = jax.make_jaxpr(flat)(*inputs)
+            program = jax.make_jaxpr(flat)()
     finally:
         state.write(before)
     order = {name: location for location, name in enumerate(arrays)}

@@ -146,7 +146,9 @@ def test_a_dict_that_each_turn_makes_anew_is_carried():
     @ts.function
     def function(x, n):
         state = {"n": x}
-        for _ in range(n):
+        for i in range(4):
+            if i >= n:
+                break
             state = {"n": state["n"] + 1.0}
         return state["n"]
 
@@ -157,10 +159,11 @@ def test_a_dict_that_turns_replace_and_change_is_refused():
     @ts.function
     def function(state, n):
         first = state
-        while n > 0:
+        for i in range(4):
+            if i >= n:
+                break
             state["n"] = state["n"] + 1.0
             state = dict(state)
-            n = n - 1
         return first["n"]
 
     with pytest.raises(ControlFlowError, match="'state' is changed at"):
@@ -244,9 +247,10 @@ def test_a_variable_that_a_called_function_assigns_is_carried_by_a_loop():
             nonlocal count
             count = count + 1
 
-        while n > 0:
+        for i in range(4):
+            if i >= n:
+                break
             bump()
-            n = n - 1
         return x * count
 
     assert float(function(X, jnp.int32(3))) == 6
