@@ -29,21 +29,23 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafRoles:
-    """Which leaves of a call are the arrays of its program, and which are static.
+class CallKind:
+    """Calls of one tree of arguments that have one program.
 
     Attributes:
+      program: The program.
       statics: For each static leaf its index; the value, if being this value suffices;
         and the static value.
-      is_array: Whether each leaf is an array; empty if all of them are.
+      is_array: Whether each leaf is an array of the program; empty if all of them are.
     """
 
+    program: Program
     statics: tuple[tuple[int, Any, StaticValue], ...]
     is_array: tuple[bool, ...]
 
     @classmethod
-    def of(cls, call: Call) -> Self:
-        """The roles of the leaves of one call."""
+    def of(cls, program: Program, call: Call) -> Self:
+        """The kind of one call."""
         statics: list[tuple[int, Any, StaticValue]] = []
         count = 0
         for argument in call.arguments:
@@ -54,7 +56,7 @@ class LeafRoles:
             count += len(argument.leaves) + len(argument.statics)
         fixed = {index for index, _, _ in statics}
         is_array = tuple(i not in fixed for i in range(count)) if fixed else ()
-        return cls(tuple(statics), is_array)
+        return cls(program, tuple(statics), is_array)
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Raise ``ProgramMismatch`` if the static leaves have other values."""
@@ -66,27 +68,6 @@ class LeafRoles:
     def arrays_of(self, leaves: list[Any]) -> list[Any]:
         """The arrays among the leaves of a call."""
         return list(compress(leaves, self.is_array)) if self.is_array else leaves
-
-
-@dataclass(frozen=True, slots=True)
-class CallKind:
-    """Calls of one tree of arguments that have one program.
-
-    Attributes:
-      program: The program.
-      roles: Which of their leaves are arrays.
-      writes: Whether the arguments change.
-    """
-
-    program: Program
-    roles: LeafRoles
-    writes: bool
-
-    @classmethod
-    def of(cls, program: Program, call: Call) -> Self:
-        """The kind of one call."""
-        writes = bool(program.compiled.traced.origin.writes)
-        return cls(program, LeafRoles.of(call), writes)
 
 
 def context_key() -> Any:

@@ -63,10 +63,6 @@ class Traced(OfArguments):
     origin: Trace
     skip_passes: Collection[str] = ()
 
-    def traced_as(self) -> tuple[Call, Trace]:
-        """The call that was traced, and what it became."""
-        return self.call, self.origin
-
     @cached_property
     def passes(self) -> tuple[PassRecord, ...]:
         """The graph as traced, then after each pass, with times."""
@@ -171,10 +167,6 @@ class Lowered(OfArguments):
     traced: Traced
     jax: jax.stages.Lowered
 
-    def traced_as(self) -> tuple[Call, Trace]:
-        """The call that was traced, and what it became."""
-        return self.traced.traced_as()
-
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The StableHLO module, or that of another dialect: ``hlo``."""
         return self.jax.as_text(dialect, debug_info=debug_info)
@@ -231,10 +223,6 @@ class Compiled(OfArguments):
 
     traced: Traced
     jax: jax.stages.Compiled
-
-    def traced_as(self) -> tuple[Call, Trace]:
-        """The call that was traced, and what it became."""
-        return self.traced.traced_as()
 
     def as_text(self) -> str:
         """The optimized HLO module of one device."""

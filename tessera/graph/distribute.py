@@ -15,10 +15,10 @@ from typing import Any, Final, TypeAlias
 from tessera.annotations import annotations_of, signature_of
 from tessera.errors import StrategyError, did_you_mean
 from tessera.graph.function import Function
-from tessera.graph.pipelines import PipelineOfArguments
+from tessera.graph.pipelines import pipeline_of_arguments
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
-from tessera.graph.tracer.spmd_region import SpmdFunction, TensorParallel
+from tessera.graph.tracer.spmd_region import TensorParallel, spmd_function
 from tessera.graph.tracer.strategies import (
     ExpertParallel,
     PipelineParallel,
@@ -31,7 +31,7 @@ from tessera.graph.tracer.strategy_roles import (
     ROLES,
     STATE,
 )
-from tessera.graph.tracer.zero_owner import ZeroOwnerEmulation
+from tessera.graph.tracer.zero_owner import as_any_owner
 
 __all__ = ["STRATEGIES", "distribute"]
 
@@ -182,7 +182,9 @@ def distribute(
         if strategy == "tensor_parallel":
             settings["common"] = _common(declared)
             split = TensorParallel(**settings, annotations=annotations_of(body))
-            return Function(SpmdFunction(body, split), replace(options, strategy=split))
+            return Function(
+                spmd_function(body, split), replace(options, strategy=split)
+            )
         settings["declared"] = declared
         plan: Strategy
         match strategy:
@@ -194,7 +196,7 @@ def distribute(
             case _:
                 plan = Strategy(**settings)
         if strategy == "zero_redundancy_optimizer":
-            body = ZeroOwnerEmulation(body, plan)
+            body = as_any_owner(body, plan)
         return Function(body, replace(options, strategy=plan))
 
     return decorate
@@ -212,10 +214,10 @@ def _common(declared: Mapping[str, str]) -> str | None:
     )
 
 
-def _pipelined(body: Callable[..., Any], plan: Strategy) -> PipelineOfArguments:
+def _pipelined(body: Callable[..., Any], plan: Strategy) -> Callable[..., Any]:
     rows = frozenset(name for name, role in plan.declared.items() if role == BATCH)
     weights = frozenset(plan.declared) - rows
-    return PipelineOfArguments(body, plan.axes[-1], batch=rows or None, weights=weights)
+    return pipeline_of_arguments(body, plan.axes[-1], rows or None, weights)
 
 
 def _undecorated(

@@ -48,9 +48,9 @@ from tessera.tracing import scope
 from tessera.tracing.mutable_arrays import check_captured
 from tessera.tracing.object_arguments import (
     ObjectCall,
-    WithObjects,
     changes_in_place,
     objects_split,
+    with_objects,
 )
 
 __all__ = ["Function", "last_run"]
@@ -92,7 +92,7 @@ class Function:
         self._inlined: dict[Any, tuple[Traced, Callable[..., Any]]] = {}
         self._recent: Program | None = None
         self._kinds: ProgramLookup[CallKind] = ProgramLookup(QUICK_CALLS)
-        self._body_with_objects = WithObjects(body)
+        self._body_with_objects = with_objects(body)
         self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
         self._changes: Counter[str] = Counter()
@@ -179,8 +179,8 @@ class Function:
         kind = self._kinds.find(context_key(), tree, leaves)
         if kind is not None:
             try:
-                kind.roles.check(leaves)
-                return self._run(kind, kind.roles.arrays_of(leaves), args, kwargs)
+                kind.check(leaves)
+                return self._run(kind, kind.arrays_of(leaves), args, kwargs)
             except ProgramMismatch:
                 pass
         return self._run_new(args, kwargs)
@@ -193,7 +193,7 @@ class Function:
         program = self._program(call, to_run=True)
         kind = CallKind.of(program, call)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = kind.roles.arrays_of(leaves)
+        arrays = kind.arrays_of(leaves)
         program.compiled.dispatch.accept(arrays)
         self._kinds.add(context, tree, leaves, kind)
         self._recent = program
@@ -203,7 +203,7 @@ class Function:
         """Run the program of one kind of calls; ``ProgramMismatch`` for another."""
         program, compiled = kind.program, kind.program.compiled
         traced = compiled.traced
-        values = values_of(args, kwargs) if kind.writes else ()
+        values = values_of(args, kwargs) if traced.origin.writes else ()
         _ran.append(self._weak)
         parameters = self._parameters(traced) if traced.origin.parameters else ()
         result = compiled.run(arrays, parameters, values)

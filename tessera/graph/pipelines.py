@@ -126,39 +126,35 @@ def _name(stage: Stage) -> str:
     )
 
 
-class PipelineOfArguments:
-    """A function whose weights are arguments, as a pipeline of the stages it calls."""
+def pipeline_of_arguments(
+    body: Callable[..., Any],
+    axis: str,
+    batch: frozenset[str] | None,
+    weights: frozenset[str],
+) -> Callable[..., Any]:
+    """A function whose weights are arguments, as a pipeline of the stages it calls.
 
-    def __init__(
-        self,
-        body: Callable[..., Any],
-        axis: str,
-        *,
-        batch: frozenset[str] | None,
-        weights: frozenset[str],
-    ) -> None:
-        functools.update_wrapper(self, body)
-        self._body, self._axis = body, axis
-        self._batch, self._weights = batch, weights
+    Args:
+      body: The function.
+      axis: The mesh axis whose devices are the pipeline.
+      batch: Arguments that have rows; None if none are declared.
+      weights: Arguments that are replicated.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result.
+    Raises:
+      PipelineFormError: [T312] (at the call) it is no chain of stages.
+      PipelineSizeError: [T311] (at the call) it has not as many stages as the axis has
+        devices.
+      UndecidedRoleError: [T324] (at the call) nothing decides which arguments have
+        rows.
+    """
+    declare = "ts.distribute('pipeline_parallel', batch=[...])"
+    config = _PipelineConfig(None, axis, "1f1b", None, batch, weights, declare)
 
-        Raises:
-          PipelineFormError: [T312] it is no chain of stages.
-          PipelineSizeError: [T311] it has not as many stages as the axis has devices.
-          UndecidedRoleError: [T324] nothing decides which arguments have rows.
-        """
-        config = _PipelineConfig(
-            None,
-            self._axis,
-            "1f1b",
-            None,
-            self._batch,
-            self._weights,
-            how_to_declare="ts.distribute('pipeline_parallel', batch=[...])",
-        )
-        return config.call(scope.resolve_callee(self._body), None, args, kwargs)
+    @functools.wraps(body)
+    def piped(*args: Any, **kwargs: Any) -> Any:
+        return config.call(scope.resolve_callee(body), None, args, kwargs)
+
+    return piped
 
 
 def _stages_called(function: "_ArrayFunction", here: scope.Scope) -> tuple[str, ...]:

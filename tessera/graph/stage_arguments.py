@@ -1,41 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each stage of a program says of its arguments and result."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
 
-from tessera.graph.tracer.arguments import Call
-from tessera.graph.tracer.tracer import Trace
 from tessera.jax_compat import jaxprs
 
 
-class OfArguments(ABC):
+class OfArguments:
     """The attributes that ``Traced``, ``Lowered`` and ``Compiled`` share.
 
     They are those of ``jax.stages``; a static value stands for itself.
     """
 
-    @abstractmethod
-    def traced_as(self) -> tuple[Call, Trace]:
-        """The call that was traced, and what it became."""
+    @property
+    def _traced(self) -> Any:
+        """The ``Traced`` that it was made from, or is."""
+        return getattr(self, "traced", self)
 
     @property
     def fun_name(self) -> str:
         """The name of the function."""
-        return self.traced_as()[1].graph.name
+        return self._traced.origin.graph.name
 
     @property
     def in_avals(self) -> Any:
         """``(args, kwargs)``, with the type of each array."""
-        call, _ = self.traced_as()
+        call = self._traced.call
         return call.rebuilt([jax.typeof(leaf.aval) for leaf in call.leaves])
 
     @property
     def args_info(self) -> Any:
         """``(args, kwargs)`` with a ``jax.stages.ArgInfo`` for each array."""
-        call, origin = self.traced_as()
+        call, origin = self._traced.call, self._traced.origin
         return call.rebuilt(
             [
                 jax.stages.ArgInfo(
@@ -63,7 +61,7 @@ class OfArguments(ABC):
 
         It has the layout of an array for which one is declared.
         """
-        _, origin = self.traced_as()
+        origin = self._traced.origin
         graph, found = origin.graph, list[Any]()
         for value in graph.outputs:
             struct, sharding = jaxprs.struct(value.aval), graph.sharding(value)

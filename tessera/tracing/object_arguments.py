@@ -287,29 +287,30 @@ def _give_entries(copied: Any, node: Any, originals: Mapping[int, Any]) -> None:
 # --- in the trace
 
 
-class WithObjects:
-    """A function that takes and returns arrays in place of objects."""
+def with_objects(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes and returns arrays in place of objects.
 
-    def __init__(self, body: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, body)
-        self.body = body
+    The dicts of objects get their new arrays.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result; the dicts of objects get their new arrays.
+    Raises:
+      WriteBackError: [T320] (at the call) what holds the objects was changed, and not
+        they.
+    """
 
-        Raises:
-          WriteBackError: [T320] what holds the objects was changed, and not they.
-        """
+    @functools.wraps(body)
+    def on_arrays(*args: Any, **kwargs: Any) -> Any:
         restored = _MergedObjects()
         with _nnx("merge_context", inner=True) as context:
             values = [restored.objects_of(context, arg) for arg in args]
             named = {
                 name: restored.objects_of(context, arg) for name, arg in kwargs.items()
             }
-        result = scope.resolve_callee(self.body)(*values, **named)
+        result = scope.resolve_callee(body)(*values, **named)
         with _nnx("split_context") as context:
             restored.split(context)
             return _result_split(context, result)
+
+    return on_arrays
 
 
 def as_it_is(result: Any) -> Any:

@@ -4,37 +4,38 @@
 import numpy as np
 import pytest
 
-from tessera.graph.call_kinds import LeafRoles
+from tessera.graph.call_kinds import CallKind, Program
 from tessera.graph.tracer.arguments import ProgramMismatch, flatten_args
 
 X, Y = np.ones(2), np.ones(3)
 
 
-def roles_of(*args, **kwargs):
-    return LeafRoles.of(flatten_args(["a", "b", "c"][: len(args)], args, kwargs))
+def kind_of(*args, **kwargs):
+    call = flatten_args(["a", "b", "c"][: len(args)], args, kwargs)
+    return CallKind.of(Program(call, None), call)
 
 
 def test_a_program_takes_the_arrays_of_a_call_in_their_order():
-    roles = roles_of({"y": Y, "k": 3}, (X, "s"), None, z=Y, e=1.5)
-    found = roles.arrays_of([3, Y, X, "s", 1.5, Y])
+    kind = kind_of({"y": Y, "k": 3}, (X, "s"), None, z=Y, e=1.5)
+    found = kind.arrays_of([3, Y, X, "s", 1.5, Y])
     assert [id(array) for array in found] == [id(Y), id(X), id(Y)]
-    roles.check([3, Y, X, "s", 1.5, Y])
+    kind.check([3, Y, X, "s", 1.5, Y])
 
 
 def test_leaves_that_are_all_arrays_are_not_copied():
     leaves = [X, Y]
-    assert roles_of(X, Y).arrays_of(leaves) is leaves
+    assert kind_of(X, Y).arrays_of(leaves) is leaves
 
 
 @pytest.mark.parametrize("other", [4, 3.0, True, "3", X, None, {3}], ids=str)
 def test_a_static_leaf_of_another_value_is_a_mismatch(other):
-    roles = roles_of(X, {"y": Y, "k": 3})
-    roles.check([X, 3, Y])
+    kind = kind_of(X, {"y": Y, "k": 3})
+    kind.check([X, 3, Y])
     with pytest.raises(ProgramMismatch):
-        roles.check([X, other, Y])
+        kind.check([X, other, Y])
 
 
 def test_a_value_that_is_not_equal_to_itself_is_still_the_same():
     nan = float("nan")
-    roles_of(X, nan).check([X, nan])
-    roles_of(X, nan).check([X, float("nan")])
+    kind_of(X, nan).check([X, nan])
+    kind_of(X, nan).check([X, float("nan")])

@@ -153,7 +153,7 @@ def argument_values(
         for leaf in argument.leaves:
             layout, gradient = declared[len(values)], None
             if strategy is not None and mesh is not None:
-                gradient = strategy.gradient_layout(argument, leaf, mesh)
+                gradient = strategy.gradient_layout(leaf, mesh)
             if layout is None:
                 layout = _undeclared(leaf, options, mesh)
             donated = argument.name in options.donate
@@ -190,7 +190,7 @@ def declared_layouts(
             layout = _resolve(spec, leaf.name, leaf.aval, mesh, dim_names)
             own = leaf.layout
             if layout is None and mesh is not None and options.strategy is not None:
-                layout = options.strategy.layout(argument, leaf, mesh)
+                layout = options.strategy.layout(leaf, mesh)
             layouts.append(layout)
             if mesh is None or layout is None or own is None:
                 continue

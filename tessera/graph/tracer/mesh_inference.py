@@ -4,9 +4,8 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from jax.sharding import Mesh as JaxMesh
-
 from tessera.errors import MeshConflictError
+from tessera.graph import rewriting
 from tessera.graph.ir import Graph, Role
 from tessera.graph.tracer.argument_leaves import ONE_DEVICE, Leaf, mesh_here
 from tessera.graph.tracer.declared_layouts import Options
@@ -77,20 +76,18 @@ def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
     """
     used = list(inner)
     is_known = graph.mesh or used or any(leaf.layout for leaf in captured_leaves(graph))
-    regions = set() if is_known else _meshes_of_regions(graph.program)
+    programs = rewriting.programs_from(graph.program, jaxprs.inner_programs)
+    regions = {
+        mesh
+        for program in programs
+        for equation in jaxprs.equations(program)
+        for mesh in primitives.meshes(equation)
+        if not is_known
+    }
     # Several grids of the same devices are the user's business; none is the step's.
     if len(regions) == 1:
         used.append(("a shard_map", Mesh.of(regions.pop())))
     return used
-
-
-def _meshes_of_regions(program: jaxprs.Program) -> set[JaxMesh]:
-    meshes: set[JaxMesh] = set()
-    for equation in jaxprs.equations(program):
-        meshes.update(primitives.meshes(equation))
-        for inner in jaxprs.inner_programs(equation):
-            meshes |= _meshes_of_regions(inner)
-    return meshes
 
 
 def mesh_of(options: Options) -> Mesh | None:

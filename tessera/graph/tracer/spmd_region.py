@@ -23,11 +23,11 @@ from tessera.errors import ShardDivisibilityError, StrategyError
 from tessera.foundations.tree import Skeleton, named_leaves, partition
 from tessera.graph.ir import Graph
 from tessera.graph.tracer.argument_leaves import Leaf
-from tessera.graph.tracer.arguments import Argument, Call
+from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.graph.tracer.strategies import Strategy
 from tessera.jax_compat import jaxprs
-from tessera.mesh import Mesh, manual_axes, opened_or_none
+from tessera.mesh import Mesh, manual_axes
 from tessera.ops.operand_layouts import region_mesh
 from tessera.shard import ARRAYS, ShardSpec, is_tensor
 from tessera.tracing import scope
@@ -93,8 +93,8 @@ class TensorParallel(Strategy):
         del graph, call
         return self
 
-    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
-        """The layout of one array of an argument: its own, or what the region takes.
+    def layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of the arguments: its own, or what the region takes.
 
         A fused dim stays whole unless the array has a layout of its own: no layout
         of a fused dim gives each device its share of every block.
@@ -102,10 +102,10 @@ class TensorParallel(Strategy):
         if leaf.layout is not None:
             return leaf.layout[1]
         shape = tuple(leaf.aval.shape)
-        annotation = self.annotations.get(argument.name)
+        annotation = self.annotations.get(leaf.name)  # of a whole argument
         names = annotation.names(len(shape)) if annotation is not None else None
         first = self.common_dims(self.annotations)
-        if names is None or first is None or leaf.name != argument.name:
+        if names is None or first is None:
             return PartitionSpec()
         split = split_of(names, first.symbols)
         if split is None or split.blocks > 1:
@@ -133,28 +133,26 @@ def split_of(names: Sequence[str], common: Sequence[str]) -> Split | None:
     return None
 
 
-class SpmdFunction:
-    """A function of global arrays whose body each device runs on its own blocks."""
+def spmd_function(
+    body: Callable[..., Any], strategy: TensorParallel
+) -> Callable[..., Any]:
+    """A function of global arrays whose body each device runs on its own blocks.
 
-    def __init__(self, body: Callable[..., Any], strategy: TensorParallel) -> None:
-        functools.update_wrapper(self, body)
-        self._body, self._strategy = body, strategy
+    Raises:
+      UnknownAxisError: [T103] (at the call) the mesh lacks one of the axes.
+      ShardDivisibilityError: [T201] (at the call) the axes do not divide a dim.
+      StrategyError: [T313] (at the call) the annotations do not say what is split.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result.
+    @functools.wraps(body)
+    def on_blocks(*args: Any, **kwargs: Any) -> Any:
+        if set(strategy.axes) <= set(manual_axes()):  # its arguments are blocks
+            return scope.resolve_callee(body)(*args, **kwargs)
+        mesh = strategy.mesh_here()
+        strategy.check_mesh(mesh)
+        return _Region(body, strategy, mesh, args, kwargs).run()
 
-        Raises:
-          UnknownAxisError: [T103] the mesh lacks one of the axes.
-          ShardDivisibilityError: [T201] the axes do not divide a dim.
-          StrategyError: [T313] the annotations do not say what is split.
-        """
-        if set(self._strategy.axes) <= set(manual_axes()):  # its arguments are blocks
-            return scope.resolve_callee(self._body)(*args, **kwargs)
-        here = scope.current()
-        mesh = (here.mesh if here is not None else None) or opened_or_none()
-        mesh = mesh or self._strategy.default_mesh()
-        self._strategy.check_mesh(mesh)
-        return _Region(self._body, self._strategy, mesh, args, kwargs).run()
+    return on_blocks
 
 
 class _Region:

@@ -26,7 +26,7 @@ from tessera.graph.ir import Graph
 from tessera.graph.pipelining.pipeline_primitive import argument_rows
 from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import updated_indices
-from tessera.graph.tracer.arguments import Argument, Call, is_in
+from tessera.graph.tracer.arguments import Call, is_in
 from tessera.graph.tracer.carried_state import (
     Subtree,
     is_array,
@@ -41,9 +41,10 @@ from tessera.graph.tracer.strategy_roles import (
     matches_weight,
 )
 from tessera.graph.zero_layouts import SPLIT_FROM, split_further
-from tessera.mesh import Mesh
+from tessera.mesh import Mesh, opened_or_none
 from tessera.shard import ShardSpec
 from tessera.shard_spec import axes_of_dims, spec_of_axes
+from tessera.tracing import scope
 
 # Replicating arrays of fewer bytes is no reason for a warning.
 _LARGE: Final = 1 << 20
@@ -100,6 +101,12 @@ class Strategy:
         """All devices, along the axis of the strategy."""
         return Mesh(self.axes[-1:])
 
+    def mesh_here(self) -> Mesh:
+        """The mesh of the open step, or else an open one, or the default."""
+        here = scope.current()
+        mesh = (here.mesh if here is not None else None) or opened_or_none()
+        return mesh or self.default_mesh()
+
     def check_mesh(self, mesh: Mesh) -> None:
         """Check that a mesh has the axes.
 
@@ -116,8 +123,8 @@ class Strategy:
                     + did_you_mean(axis, mesh.axes),
                 )
 
-    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
-        """The layout of one array of an argument."""
+    def layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of the arguments."""
         own = leaf.spec
         role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
         if role is None:
@@ -131,9 +138,7 @@ class Strategy:
             )
         return self._split(role, spec, shape, mesh)
 
-    def gradient_layout(
-        self, argument: Argument, leaf: Leaf, mesh: Mesh
-    ) -> PartitionSpec | None:
+    def gradient_layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec | None:
         """The layout of the gradient by an array, if it is a parameter."""
         if self.role(leaf.name) != PARAMS:
             return None
@@ -155,22 +160,21 @@ class Strategy:
           TesseraWarning: The axis divides none of its dims.
         """
         axis, size = self.axes[-1], mesh.shape[self.axes[-1]]
-        for argument in call.arguments:
-            for leaf in argument.leaves if size > 1 else ():
-                role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
-                if role not in SPLIT_FROM or self.stage < SPLIT_FROM[role]:
-                    continue
-                layout = self.layout(argument, leaf, mesh)
-                is_split = any(axis in names for names in axes_of_dims(layout, 0))
-                count = prod(shape) * leaf.aval.dtype.itemsize
-                if not is_split and count >= _LARGE:
-                    warnings.warn(
-                        f"strategy {self.name!r} leaves {leaf.name!r} of shape {shape} "
-                        f"whole on each device, {format_bytes(count)}: {size} devices "
-                        f"along {axis!r} divide none of its dims",
-                        TesseraWarning,
-                        stacklevel=2,
-                    )
+        for leaf in call.leaves if size > 1 else ():
+            role, shape = self.role(leaf.name), tuple(leaf.aval.shape)
+            if role not in SPLIT_FROM or self.stage < SPLIT_FROM[role]:
+                continue
+            layout = self.layout(leaf, mesh)
+            is_split = any(axis in names for names in axes_of_dims(layout, 0))
+            count = prod(shape) * leaf.aval.dtype.itemsize
+            if not is_split and count >= _LARGE:
+                warnings.warn(
+                    f"strategy {self.name!r} leaves {leaf.name!r} of shape {shape} "
+                    f"whole on each device, {format_bytes(count)}: {size} devices "
+                    f"along {axis!r} divide none of its dims",
+                    TesseraWarning,
+                    stacklevel=2,
+                )
 
     def _without_axes(self, spec: PartitionSpec, rank: int) -> PartitionSpec:
         """A layout without the strategy's axes, which a result may already have."""
@@ -191,11 +195,7 @@ class Strategy:
           UndecidedRoleError: [T324] it is undecided what a result replaces.
         """
         assert graph.mesh is not None, "a strategy has a mesh"
-        layouts = {
-            leaf.name: self.layout(argument, leaf, graph.mesh)
-            for argument in call.arguments
-            for leaf in argument.leaves
-        }
+        layouts = {leaf.name: self.layout(leaf, graph.mesh) for leaf in call.leaves}
         arguments = [
             Subtree.of(
                 argument.rebuilt([leaf.aval for leaf in argument.leaves]),
@@ -238,11 +238,10 @@ class PipelineParallel(Strategy):
         found = {path: BATCH if row else PARAMS for path, row in rows.items()}
         return replace(self, inferred=found)
 
-    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
-        """The layout of one array of an argument."""
-        if self.role(leaf.name) == BATCH:
-            return leaf.spec
-        return super().layout(argument, leaf, mesh)
+    def layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of the arguments."""
+        is_batch = self.role(leaf.name) == BATCH
+        return leaf.spec if is_batch else super().layout(leaf, mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,15 +282,13 @@ class ExpertParallel(Strategy):
         found = super().with_inferred_roles(graph, call)
         return replace(found, of_experts=frozenset(experts | alike))
 
-    def layout(self, argument: Argument, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
-        """The layout of one array of an argument."""
-        return self._by_expert(super().layout(argument, leaf, mesh), leaf, mesh)
+    def layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
+        """The layout of one array of the arguments."""
+        return self._by_expert(super().layout(leaf, mesh), leaf, mesh)
 
-    def gradient_layout(
-        self, argument: Argument, leaf: Leaf, mesh: Mesh
-    ) -> PartitionSpec | None:
+    def gradient_layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec | None:
         """The layout of the gradient by an array, if it is a parameter."""
-        spec = super().gradient_layout(argument, leaf, mesh)
+        spec = super().gradient_layout(leaf, mesh)
         return spec if spec is None else self._by_expert(spec, leaf, mesh)
 
     def _by_expert(self, spec: PartitionSpec, leaf: Leaf, mesh: Mesh) -> PartitionSpec:

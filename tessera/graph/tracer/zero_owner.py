@@ -23,23 +23,19 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera.errors import StrategyError
 from tessera.graph.tracer.strategies import Strategy
-from tessera.mesh import Mesh, opened_or_none
+from tessera.mesh import Mesh
 from tessera.tracing import scope
 
 
-class ZeroOwnerEmulation:
+def as_any_owner(body: Callable[..., Any], strategy: Strategy) -> Callable[..., Any]:
     """A function that is traced as if every rank owned every parameter."""
 
-    def __init__(self, body: Callable[..., Any], strategy: Strategy) -> None:
-        functools.update_wrapper(self, body)
-        self._body, self._strategy = body, strategy
+    @functools.wraps(body)
+    def as_owner(*args: Any, **kwargs: Any) -> Any:
+        with _OwnerMesh(strategy.mesh_here(), strategy.axes):
+            return scope.resolve_callee(body)(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
-        here = scope.current()
-        mesh = (here.mesh if here is not None else None) or opened_or_none()
-        with _OwnerMesh(mesh or self._strategy.default_mesh(), self._strategy.axes):
-            return scope.resolve_callee(self._body)(*args, **kwargs)
+    return as_owner
 
 
 class _OwnerMesh(Mesh):
