@@ -3,7 +3,8 @@
 
     python benchmarks/planner_layouts.py --target laptop.toml:8
 
-`tessera calibrate --cpu-devices=8 laptop.toml` measures the target on the same machine.
+`benchmarks/calibrate.py --cpu-devices=8 laptop.toml` measures the target on the same
+machine.
 Layouts are measured in turns, several rounds of each, and the fastest round counts.
 """
 

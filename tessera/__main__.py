@@ -33,7 +33,6 @@ _COMMANDS = {
     "generate": "continue prompts with a trained model",
     "evaluate": "the perplexity of a trained model on text",
     "plan": "choose the layout of a run for a machine",
-    "calibrate": "measure this machine, as a target to plan for",
     "report": "write what runs did as a page of HTML",
     "explain": "print the page of an error, such as T201",
     "doctor": "show versions, devices, and what is wrong",

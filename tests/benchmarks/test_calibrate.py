@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the devices of this machine reach, as a target to plan for."""
 
+import importlib
 from dataclasses import replace
 
 import jax
@@ -8,11 +9,9 @@ import pytest
 
 from tessera.targets.machine import machine
 from tessera.targets.target import Target
-from tessera.train.commands.calibrate import main
-from tessera.train.planner import calibration
-from tessera.train.planner.calibration import Rates, calibrated, measure, write
 
-RATES = Rates(
+calibrate = importlib.import_module("benchmarks.calibrate")
+RATES = calibrate.Rates(
     flops={"bfloat16": 2e11, "float32": 1e11},
     memory_bandwidth=3e9,
     elementwise=4e9,
@@ -26,11 +25,11 @@ RATES = Rates(
 @pytest.mark.full
 def test_every_rate_is_measured_where_there_are_devices(monkeypatch):
     # Small operands, as no rate is compared with what the machine reaches.
-    monkeypatch.setattr(calibration, "_MATMUL_SIZE", {"cpu": 64})
-    monkeypatch.setattr(calibration, "_ARRAY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr(calibration, "_CACHED_BYTES", 2**18)
-    monkeypatch.setattr(calibration, "_KEPT_BLOCKS", (2**14, 2**16))
-    rates = measure()
+    monkeypatch.setattr(calibrate, "_MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr(calibrate, "_ARRAY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(calibrate, "_CACHED_BYTES", 2**18)
+    monkeypatch.setattr(calibrate, "_KEPT_BLOCKS", (2**14, 2**16))
+    rates = calibrate.measure()
     assert min(*rates.flops.values(), rates.memory_bandwidth, rates.elementwise) > 1e6
     assert 0 < rates.operation < 0.1
     assert 0 < rates.step < 1
@@ -41,7 +40,7 @@ def test_every_rate_is_measured_where_there_are_devices(monkeypatch):
 
 
 def test_a_cpu_takes_what_was_measured_as_its_peaks():
-    found = calibrated(RATES, "laptop")
+    found = calibrate.calibrated(RATES, "laptop")
     assert found.flops == {"bfloat16": 2e11, "float32": 1e11, "elementwise": 4e9}
     assert found.efficiency["matmul"] == found.efficiency["memory"] == 1.0
     assert found.overhead == {"operation": 1e-5, "step": 2e-4, "allocation": 2e-9}
@@ -52,33 +51,17 @@ def test_a_cpu_takes_what_was_measured_as_its_peaks():
 
 def test_the_file_is_a_target(tmp_path):
     file = tmp_path / "laptop.toml"
-    found = calibrated(RATES, "laptop")
-    write(found, file)
+    found = calibrate.calibrated(RATES, "laptop")
+    calibrate.write(found, file)
     assert Target.parse(f"{file}:8").machine == replace(found, file=file)
 
 
 def test_every_figure_has_a_source(tmp_path):
     file = tmp_path / "laptop.toml"
-    write(calibrated(RATES, "laptop"), file)
+    calibrate.write(calibrate.calibrated(RATES, "laptop"), file)
     assert set(machine(str(file)).sources) >= {
         "flops",
         "links",
         "overhead",
         "memory_bytes",
     }
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "many", "4096"])
-def test_a_number_of_devices_is_checked(number, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([f"--cpu-devices={number}", str(tmp_path / "laptop.toml")])
-    assert "--cpu-devices" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["laptop.txt", "none/laptop.toml"])
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
-    name, tmp_path, capsys
-):
-    assert main([str(tmp_path / name)]) == 2
-    assert "[T504] the target cannot be written" in capsys.readouterr().err

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the devices of this machine reach, as a machine to plan for.
 
+    python benchmarks/calibrate.py cluster.toml
+    python benchmarks/calibrate.py --cpu-devices=8 laptop.toml
+
 All devices work at the same time, as in a training step: CPU devices share cores, and
 GPUs share power and switches. Each rate is of the fastest of several repetitions.
 """
@@ -9,6 +12,7 @@ import json
 import math
 import os
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
@@ -23,6 +27,7 @@ from jax.sharding import PartitionSpec
 from tessera.analysis.flops import count
 from tessera.mesh import Mesh
 from tessera.targets.machine import Machine, machine, machine_of_kind
+from tessera.train.runtime.devices import prepare_devices
 
 _REPEATS: Final = 5
 # Operands that fill an accelerator, and that a CPU multiplies in milliseconds.
@@ -266,3 +271,22 @@ def _fastest(function: Callable[[Any], Any], x: Any) -> float:
         jax.block_until_ready(function(x))
         spent.append(time.perf_counter() - start)
     return min(spent)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="where to, such as cluster.toml")
+    parser.add_argument(
+        "--cpu-devices", type=int, metavar="N", help="simulate so many CPU devices"
+    )
+    options = parser.parse_args()
+    if options.file.suffix != ".toml":
+        parser.error("the name of the file of a target ends with .toml")
+    devices = options.cpu_devices
+    prepare_devices(devices or 1, "cpu" if devices else "auto")
+    write(calibrated(measure(), options.file.stem), options.file)
+    print(options.file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
