@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from tessera.errors import ModelDefinitionError
@@ -73,14 +72,6 @@ def call(method: Any, available: Mapping[str, Array], *arguments: Any) -> Array:
     named = {each.name for each in parameters}
     chosen = {name: array for name, array in available.items() if name in named}
     return method(*arguments, **chosen)
-
-
-def forward(model: Any, blocks: Sequence[Any], inputs: Mapping[str, Array]) -> Array:
-    """The logits of a model by its methods, one block after the other."""
-    hidden = call(model.embed, inputs)
-    for index, block in enumerate(blocks):
-        hidden = call(model.block, {**inputs, INDEX: jnp.int32(index)}, block, hidden)
-    return call(model.head, inputs, hidden)
 
 
 def _parameters(method: Any) -> Mapping[str, inspect.Parameter]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of flax.nnx, Linen, Equinox and plain functions, as pure functions of arrays.
+"""Models of flax.nnx, Equinox and plain functions, as pure functions of arrays.
 
 Each adapter takes the class of a module, or a function, and a configuration. It gives
 ``init``, from a key to a tree of parameters, and ``open``, from such a tree to the
@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from tessera.errors import ModelDefinitionError
 from tessera.foundations.tree import Tree, named_leaves
-from tessera.train.models.block_methods import METHODS, forward
+from tessera.train.models.block_methods import METHODS
 
 Inputs: TypeAlias = Mapping[str, Array]
 
@@ -44,28 +44,22 @@ class Adapter:
       open: From such a tree to the model and the list of its blocks. The model is
         called with the inputs by name; with blocks, it has the methods of ``METHODS``.
         Parameters of blocks that are not used may be None.
-      prefix: Of the names of blocks' parameters, before the number of the block; None
-        if the model names no blocks.
       describe: What a block is beside its parameters, which is equal for equal blocks;
         and the block for messages, in lines.
     """
 
     init: Callable[[jax.Array], Tree]
     open: Callable[[Tree], tuple[Any, Sequence[Any]]]
-    prefix: str | None = None
     describe: Callable[[Any], tuple[Any, str]] = _alike
 
 
-def adapt(
-    target: Any, init: Any, config: Any, names: Sequence[str], blocks: str | None
-) -> Adapter:
+def adapt(target: Any, init: Any, config: Any, blocks: str | None) -> Adapter:
     """The adapter of a module's class, or of a function.
 
     Args:
       target: The class, or a function ``(config, params, **inputs) -> logits``.
       init: The function ``(config, key) -> params`` of a function; else None.
       config: The configuration.
-      names: Of the inputs.
       blocks: The attribute, or for functions the entry, that is the list of blocks.
 
     Raises:
@@ -74,15 +68,13 @@ def adapt(
     """
     if init is not None:
         return _functions(target, init, config, blocks)
-    linen, equinox = sys.modules.get("flax.linen"), sys.modules.get("equinox")
+    equinox = sys.modules.get("equinox")
     if isinstance(target, type) and issubclass(target, nnx.Module):
         return _flax_nnx(target, config, blocks)
-    if linen and isinstance(target, type) and issubclass(target, linen.Module):
-        return _flax_linen(target, config, names, blocks)
     if equinox and isinstance(target, type) and issubclass(target, equinox.Module):
         return _equinox(target, config, equinox, blocks)
     raise ModelDefinitionError(
-        "a model is a class of flax.nnx, Linen or Equinox modules, or a function",
+        "a model is a class of flax.nnx or Equinox modules, or a function",
         got=f"{target!r}",
         fix="decorate such a class, or give register_model the init= of a function",
     )
@@ -100,7 +92,7 @@ def _functions(target: Any, init: Any, config: Any, name: str | None) -> Adapter
         methods = {key: partial(getattr(target, key), config, rest) for key in METHODS}
         return SimpleNamespace(**methods), blocks
 
-    return Adapter(new, open_functions, f"{name}/")
+    return Adapter(new, open_functions)
 
 
 def _flax_nnx(cls: Any, config: Any, name: str | None) -> Adapter:
@@ -129,8 +121,7 @@ def _flax_nnx(cls: Any, config: Any, name: str | None) -> Adapter:
 
     rest, blocks = take_blocks(module)
     _check_unshared(cls, [rest, *blocks])
-    prefix = None if name is None else f"{name}/"
-    return Adapter(init, open_module, prefix, describe)
+    return Adapter(init, open_module, describe)
 
 
 def _check_unshared(cls: Any, nodes: Sequence[Any]) -> None:
@@ -150,47 +141,6 @@ def _check_unshared(cls: Any, nodes: Sequence[Any]) -> None:
                     fix="make it an attribute of the model alone, and read it from "
                     "self in the method block",
                 )
-
-
-def _flax_linen(
-    cls: Any, config: Any, names: Sequence[str], name: str | None
-) -> Adapter:
-    from flax.core import meta
-
-    module = cls(config)
-
-    def blocks_of(module: Any) -> Sequence[Any]:
-        if name is None:
-            return ()
-        return _sequence(cls, name, getattr(module, name, None))
-
-    def run(module: Any, **inputs: Array) -> Array:
-        if name is None:
-            return module(**inputs)
-        return forward(module, blocks_of(module), inputs)
-
-    def variables(key: jax.Array) -> Any:
-        inputs = {name: jnp.zeros((1, 8), jnp.int32) for name in names}
-        return meta.unbox(module.init(key, method=run, **inputs))
-
-    def init(key: jax.Array) -> Tree:
-        return variables(key)["params"]
-
-    def open_module(params: Tree) -> tuple[Any, Sequence[Any]]:
-        # Without parameters that are None: who reads them fails.
-        own = {key: part for key, part in params.items() if jax.tree.leaves(part)}
-        bound = module.bind({"params": own})
-        return bound, blocks_of(bound)
-
-    def describe(block: Any) -> tuple[Any, str]:
-        form = block.clone(parent=None, name=None)
-        return form, repr(form)
-
-    shapes = dict(jax.eval_shape(lambda: variables(jax.random.key(0))))
-    shapes.pop("params", None)
-    _refuse(cls, named_leaves(shapes))
-    prefix = None if name is None else f"{name}_"
-    return Adapter(init, open_module, prefix, describe)
 
 
 def _equinox(cls: Any, config: Any, equinox: Any, name: str | None) -> Adapter:
@@ -220,8 +170,7 @@ def _equinox(cls: Any, config: Any, equinox: Any, name: str | None) -> Adapter:
         form = jax.tree.structure(block), jax.tree.leaves(static)
         return form, equinox.tree_pformat(block, width=1)
 
-    prefix = None if name is None else f"{name}/"
-    return Adapter(init, open_module, prefix, describe)
+    return Adapter(init, open_module, describe)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -237,7 +186,7 @@ def _sequence(cls: Any, name: str, value: Any) -> Sequence[Any]:
         got=f"blocks={name!r}: {type(value).__name__} of "
         f"{len(value) if hasattr(value, '__len__') else 'no'} blocks",
         fix="name an attribute, or an entry of the parameters of a function, that is a "
-        "list or tuple; a Linen module assigns it in setup",
+        "list or tuple",
     )
 
 

@@ -49,9 +49,9 @@ def register_model(
 ) -> Callable[[Target], Target]:
     """A decorator that lets configurations name a model.
 
-    Decorates a class, which is called with ``config`` and ``rngs=`` (flax.nnx),
-    ``config`` (Linen) or ``config`` and ``key=`` (Equinox), and whose instances are
-    called with the inputs by name; or a function ``(config, params, **inputs)``. The
+    Decorates a class, which is called with ``config`` and ``rngs=`` (flax.nnx) or
+    ``config`` and ``key=`` (Equinox), and whose instances are called with the inputs by
+    name; or a function ``(config, params, **inputs)``. The
     result is logits, floating-point ``[B, S, V]``. Parameters are float32.
 
     A model that names its repeated ``blocks`` has three methods in the place of the

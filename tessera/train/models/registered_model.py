@@ -65,7 +65,7 @@ class RegisteredModel(Model):
     @cached_property
     def _adapter(self) -> Adapter:
         of = self.definition
-        return adapt(of.target, of.init, self.config, of.inputs, of.blocks)
+        return adapt(of.target, of.init, self.config, of.blocks)
 
     @cached_property
     def _shapes(self) -> Tree:
@@ -75,7 +75,7 @@ class RegisteredModel(Model):
     @cached_property
     def _blocks(self) -> list[dict[str, jax.ShapeDtypeStruct]]:
         """The parameters of each block, which differ in their values alone."""
-        if self._adapter.prefix is None:
+        if self.blocks is None:
             return []
         forms: list[tuple[Any, str]] = []
 
@@ -105,7 +105,7 @@ class RegisteredModel(Model):
 
     def _name(self, block: int, name: str) -> str:
         """The name in the whole model of a block's parameter."""
-        return f"{self._adapter.prefix}{block}/{name}"
+        return f"{self.blocks}/{block}/{name}"
 
     @cached_property
     def _dim_names(self) -> dict[str, DimNames]:

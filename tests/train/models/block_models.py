@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -72,36 +71,6 @@ class NnxBlocks(nnx.Module):
         return block_of(
             kernel, bias, self.table.embedding[...].mean(0), hidden, **inputs
         )
-
-    def head(self, hidden):
-        return self.table.attend(hidden)
-
-
-class LinenBlock(nn.Module):
-    width: int
-
-    def setup(self):
-        self.dense = nn.Dense(self.width)
-
-    def __call__(self, hidden, mean, segment_ids, positions, index):
-        inner = self.dense(mixed(hidden, segment_ids, positions))
-        return hidden + jnp.tanh(inner) / (1 + index).astype(hidden.dtype) + mean
-
-
-@register_model(config=Sizes, dims=DIMS, blocks="layers")
-class LinenBlocks(nn.Module):
-    sizes: Sizes
-
-    def setup(self):
-        self.table = nn.Embed(self.sizes.vocab_size, self.sizes.width)
-        self.layers = [LinenBlock(self.sizes.width) for _ in range(self.sizes.layers)]
-
-    def embed(self, tokens):
-        return self.table(tokens)
-
-    def block(self, block, hidden, segment_ids, positions, index):
-        mean = self.table.embedding.mean(0)
-        return block(hidden, mean, segment_ids, positions, index)
 
     def head(self, hidden):
         return self.table.attend(hidden)
@@ -180,12 +149,11 @@ class FunctionBlocks:
         return hidden @ params["table"].T
 
 
-ALL = (NnxBlocks, LinenBlocks, EquinoxBlocks, FunctionBlocks)
+ALL = (NnxBlocks, EquinoxBlocks, FunctionBlocks)
 # Each kind is tried once in `make test`; what all have in common, with two.
 TWO = [
     NnxBlocks,
     FunctionBlocks,
-    pytest.param(LinenBlocks, marks=pytest.mark.full),
     pytest.param(EquinoxBlocks, marks=pytest.mark.full),
 ]
 

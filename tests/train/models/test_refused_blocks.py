@@ -2,7 +2,6 @@
 """Which blocks, methods and options of registered models are refused, and why."""
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -154,38 +153,6 @@ def test_state_in_a_block_is_refused():
     error = nnx_model(lambda _, rngs: [Dropped(rngs), Dropped(rngs)])
     assert isinstance(error, ModelDefinitionError)
     assert "layers/0/dropout" in error.got
-
-
-class LinenBlock(nn.Module):
-    factor: float
-
-    @nn.compact
-    def __call__(self, hidden):
-        return hidden + self.factor * nn.Dense(8, use_bias=False)(hidden)
-
-
-def test_linen_blocks_of_other_fields_are_refused():
-    class Model(Methods, nn.Module):
-        sizes: Sizes
-
-        def setup(self):
-            self.table = nn.Embed(16, 8)
-            self.layers = [LinenBlock(factor) for factor in (1.0, 2.0)]
-
-    error = refusal(Model)
-    assert error.got == "block 0 and block 1: factor = 1.0 and factor = 2.0"
-
-
-def test_a_linen_block_that_another_owns_has_no_parameters_to_stack():
-    class Model(Methods, nn.Module):
-        sizes: Sizes
-
-        def setup(self):
-            self.table = nn.Embed(16, 8)
-            self.one = LinenBlock(1.0)
-            self.layers = [self.one, self.one]
-
-    assert "without parameters" in refusal(Model).got
 
 
 class EquinoxBlock(eqx.Module):

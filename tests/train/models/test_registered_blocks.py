@@ -7,7 +7,6 @@ They are compared with a loop over layers in plain JAX on one device.
 import re
 from functools import cache, partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +27,6 @@ from tests.train.models.block_models import (
     TWO,
     EquinoxBlocks,
     FunctionBlocks,
-    LinenBlocks,
-    Methods,
     NnxBlocks,
     Sizes,
     functions,
@@ -157,7 +154,7 @@ def test_parameters_are_stacked_under_the_name_of_the_list():
     names = [sorted(named_leaves(model_of(target).abstract())) for target in ALL]
     dense = ["layers/dense/bias", "layers/dense/kernel", "table/embedding"]
     plain = ["layers/bias", "layers/kernel", "table"]
-    assert names == [dense, dense, plain, plain]
+    assert names == [dense, plain, plain]
     model = model_of(EquinoxBlocks)
     assert model.abstract()["layers"]["kernel"].shape == (3, 8, 8)
     assert model.layouts(MESH)["layers"]["kernel"] == P(None, "fsdp", "tp")
@@ -290,59 +287,7 @@ def test_stages_are_of_about_equal_cost():
     assert model.abstract()["layers"]["kernel"].shape[:2] == (1, 2)
 
 
-# --- what blocks may share
-
-
-class SharingBlock(nn.Module):
-    shared: nn.Module
-
-    @nn.compact
-    def __call__(self, hidden):
-        return hidden + nn.Dense(8, use_bias=False)(jnp.tanh(self.shared(hidden)))
-
-
-@pytest.mark.full
-def test_linen_blocks_may_share_a_module_of_the_model():
-    """It is stored once, and its gradient is the sum of both blocks'."""
-
-    class Model(Methods, nn.Module):
-        sizes: Sizes
-
-        def setup(self):
-            self.table = nn.Embed(16, 8)
-            self.shared = nn.Dense(8)
-            self.layers = [SharingBlock(self.shared) for _ in range(2)]
-
-        def __call__(self, tokens):
-            hidden = self.embed(tokens)
-            for block in self.layers:
-                hidden = self.block(block, hidden)
-            return self.head(hidden)
-
-    dims = {"*embedding": "- -", "*kernel": "- -", "*bias": "-"}
-    register_model(config=Sizes, dims=dims, inputs=("tokens",), blocks="layers")(Model)
-    model = model_of(Model)
-    params, tokens = model.init(KEY), {"tokens": batch_of()["tokens"]}
-
-    def alone(params):
-        rest = {name: part for name, part in params.items() if name != "layers"}
-        layers = {
-            f"layers_{i}": jax.tree.map(partial(jnp.take, indices=i, axis=0), own)
-            for i, own in enumerate([params["layers"]] * 2)
-        }
-        return Model(Sizes()).apply({"params": {**rest, **layers}}, **tokens)
-
-    def scanned(params):
-        return model.logits(params, tokens, NO_MESH)
-
-    def gradients(logits):
-        return jax.grad(lambda params: jnp.square(logits(params)).mean())(params)
-
-    assert params["shared"]["kernel"].shape == (8, 8)
-    for one, other in zip(
-        *map(jax.tree.leaves, map(gradients, (scanned, alone))), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+# --- what blocks may close over
 
 
 ARRAY = jnp.linspace(0.0, 1.0, 8)
@@ -376,7 +321,3 @@ def test_a_block_may_close_over_an_array(mesh):
         run = function(step.loss, mesh=mesh)
         found = run(model.stored(params), batch_of())
     np.testing.assert_allclose(found, want, rtol=1e-5)
-
-
-def test_blocks_of_functions_and_linen_keep_the_rest_of_the_model():
-    assert model_of(LinenBlocks).num_params == model_of(NnxBlocks).num_params

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of flax.nnx, Linen, Equinox and functions, as the trainer uses them."""
+"""Models of flax.nnx, Equinox and functions, as the trainer uses them."""
 
 from dataclasses import dataclass, replace
 from functools import partial
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,16 +254,6 @@ class Dropped(nnx.Module):
         return self.dropout(self.scale + tokens[..., None].astype(jnp.float32))
 
 
-class Normed(nn.Module):
-    sizes: Sizes
-
-    @nn.compact
-    def __call__(self, tokens):
-        return nn.BatchNorm(use_running_average=False)(
-            tokens[..., None].astype(jnp.float32)
-        )
-
-
 class Counting(eqx.Module):
     count: jax.Array
 
@@ -277,7 +266,7 @@ class Counting(eqx.Module):
 
 @pytest.mark.parametrize(
     ("target", "state"),
-    [(Dropped, "dropout"), (Normed, "batch_stats"), (Counting, "count")],
+    [(Dropped, "dropout"), (Counting, "count")],
 )
 def test_state_that_training_would_lose_is_refused(target, state):
     registered(target)
