@@ -14,6 +14,17 @@ from tessera.train.models.definition import DECODER, ModelDefinition, definition
 
 # Of two types, which OmegaConf has no list for.
 _MESH_SHAPE: Final = {"mesh_shape": list[Any]}
+# Settings of earlier versions. They change no array of the state but ``residual``, of
+# which a restoration tells.
+_GONE: Final = {
+    "training": ("validation_batches", "gradient_compression", "compression_ratio"),
+    "runtime": (
+        "timeline_dir",
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+    ),
+}
 _OF_EVERY_MODEL: Final = [one for one in fields(ModelConfig) if one.name != "config"]
 
 
@@ -88,8 +99,7 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
-        _rename(values["training"], values["model"])
-        values["runtime"].pop("timeline_dir", None)  # of earlier versions
+        _rename(values)
         model = values["model"].get("definition", DECODER)
         config = schema(definition_of(model))
         cls = OPTIMIZERS[values["optimizer"]["name"]]
@@ -102,17 +112,20 @@ def settings_of_text(text: str) -> Config:
         raise ValueError(next(iter(str(error).splitlines()), name)) from error
 
 
-def _rename(training: dict[str, Any], model: dict[str, Any]) -> None:
+def _rename(values: dict[str, Any]) -> None:
     """Drop settings of earlier versions, and give others their present names."""
-    # They change no array of the state but ``residual``, of which a restoration tells.
-    for name in ("validation_batches", "gradient_compression", "compression_ratio"):
-        training.pop(name, None)
+    for group, names in _GONE.items():
+        for name in names:
+            values[group].pop(name, None)
+    training, model = values["training"], values["model"]
     if model.get("capacity_factor", 0) is None:  # another number made another model
         del model["capacity_factor"]
     if "microshards" in training:
         training["reduction_parts"] = training.pop("microshards")
     if training.get("pipeline_gather") == "tick":
         training["pipeline_gather"] = "microbatch"
+    if training.get("on_spike") == "rollback":
+        training["on_spike"] = "warn"
 
 
 def as_text(config: DictConfig) -> str:
