@@ -46,7 +46,7 @@ from tessera.tracing.scope import transforming
 
 if TYPE_CHECKING:
     from tessera.analysis.ledger import Ledger
-    from tessera.analysis.timeline.report import Timeline
+    from tessera.analysis.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
 jaxprs, traces                  programs, and the traces that make them
 primitives                      parameters of JAX's primitives, by meaning
 lines                           source lines, the user's and a library's
-dispatch, processes, mlir       calls of compiled programs, processes, modules
-target_devices, cudnn           devices that are not here, kernels of cuDNN
+checked_calls, processes, mlir  calls of compiled programs, processes, modules
+target_devices                  devices that are not here
+packed_attention                attention by cuDNN over packed rows
 workarounds                     ``CorrectJit``: ``jax.jit`` that avoids faults of XLA
 """

@@ -6,5 +6,5 @@ operation_times, transfers      seconds of operations, and of collectives on lin
 schedule                        the program as timed steps, in order of execution
 simulation                      what overlaps and what is waited for
 prediction                      ``timeline(program, mesh)``
-report                          ``Timeline``, as a table
+timeline                        ``Timeline``, as a table
 """

@@ -19,8 +19,8 @@ from tessera.graph.tracer.argument_leaves import (
     stored_arrays,
 )
 from tessera.graph.tracer.arguments import ProgramMismatch
-from tessera.jax_compat import dispatch
-from tessera.jax_compat.dispatch import OtherMemoryLayout
+from tessera.jax_compat import checked_calls
+from tessera.jax_compat.checked_calls import OtherMemoryLayout
 
 
 class _NotStored(Exception):
@@ -56,9 +56,9 @@ class Dispatch:
                 raise _NotStored
 
         example = [0] * num_arrays, (0,) * num_parameters, (0,) * num_captured
-        self._run = dispatch.checked_call(compiled, example, check)
+        self._run = checked_calls.checked_call(compiled, example, check)
         # For the arrays that stand for others, whose signatures were accepted.
-        self._run_stored = dispatch.checked_call(compiled, example, _no_check)
+        self._run_stored = checked_calls.checked_call(compiled, example, _no_check)
 
     def accept(self, arrays: Sequence[Any]) -> None:
         """Declare that the program was compiled for arrays like these."""

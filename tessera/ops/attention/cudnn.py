@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.jax_compat.cudnn import PACKS_GROUPED_HEADS, packed_attention
+from tessera.jax_compat.packed_attention import PACKS_GROUPED_HEADS, packed_attention
 from tessera.ops.attention import xla
 from tessera.ops.attention.blockwise import varying_as
 from tessera.ops.attention.dispatch import Device, Operands, Options

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from tessera.analysis.timeline.prediction import timeline
-from tessera.analysis.timeline.report import Communication
+from tessera.analysis.timeline.timeline import Communication
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
 from tests.analysis.timeline.round_targets import GPU

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tessera.analysis.timeline.report import Communication, Operation, Timeline
+from tessera.analysis.timeline.timeline import Communication, Operation, Timeline
 
 OPERATIONS = (
     Operation("dot.1", "jit(f)/dot", "/a/b.py:3", "matmul", (), "compute", 0.5, 4),
