@@ -107,7 +107,7 @@ class Ledger:
         parts = [aligned(text.SUMS, self._sums(), right=text.SUMS[2:])]
         if links := self._links():
             parts.append(aligned(text.LINKS, links, right=text.LINKS[1:3]))
-        notes = [*([title] if title else ()), *text.notes(self.rows, self.target)]
+        notes = [*([title] if title else ()), *text.notes(self.rows)]
         return "\n".join(["\n\n".join(parts), *notes])
 
     def _sums(self) -> text.Cells:

@@ -72,7 +72,7 @@ def links(collectives: Iterable[Collective], machine: Machine) -> Cells:
     return lines
 
 
-def notes(collectives: Sequence[Collective], target: Target | None) -> list[str]:
+def notes(collectives: Sequence[Collective]) -> list[str]:
     """What the signs in the tables mean, and what is wrong."""
     unplanned = sum(not row.is_planned for row in collectives)
     found = {
@@ -96,25 +96,7 @@ def notes(collectives: Sequence[Collective], target: Target | None) -> list[str]
             row.conditional for row in collectives
         ),
     }
-    slow = _slow_links(collectives, target.machine) if target else []
-    return [*(note for note, applies in found.items() if applies), *slow]
-
-
-def _slow_links(collectives: Sequence[Collective], machine: Machine) -> list[str]:
-    """A warning where the slow links are busier than the fast ones."""
-    fast, slow = machine.links[0], machine.links[-1]
-    seconds = {
-        link: sum(_sent(collectives, link.name).values()) / link.rate
-        for link in (fast, slow)
-    }
-    if fast is slow or seconds[slow] <= seconds[fast]:
-        return []
-    sent = _sent(collectives, slow.name)
-    axes = "×".join(max(sent, key=sent.__getitem__))
-    return [
-        f"{slow.name} takes longer than {fast.name}, most of it for {axes}: the axes "
-        "that come last in a mesh are laid out inside a host"
-    ]
+    return [note for note, applies in found.items() if applies]
 
 
 def _sent(collectives: Iterable[Collective], link: str) -> dict[Axes, int]:

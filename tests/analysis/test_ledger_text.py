@@ -44,12 +44,6 @@ def test_bytes_are_counted_by_level_of_links():
     ]
 
 
-def test_slow_links_that_are_busier_than_the_fast_ones_are_pointed_out():
-    slow = "InfiniBand takes longer than NVLink, most of it for dp"
-    assert slow in ledger(f"all-reduce(x), {ACROSS}").summary()
-    assert slow not in ledger(*[f"all-reduce(x), {INSIDE}"] * 20).summary()
-
-
 def test_a_torus_has_links_of_one_kind():
     found = ledger(f"all-reduce(x), {INSIDE}", target="v5e:4x4")
     assert [*found.rows[0].sent] == ["ICI"]
