@@ -3,7 +3,7 @@
 
 jaxprs, traces                  programs, and the traces that make them
 primitives                      parameters of JAX's primitives, by meaning
-lines                           source lines, the user's and a library's
+equation_lines                  source lines, the user's and a library's
 checked_calls, processes, mlir  calls of compiled programs, processes, modules
 target_devices                  devices that are not here
 packed_attention                attention by cuDNN over packed rows

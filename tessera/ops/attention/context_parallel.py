@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``op.context_attention``: attention over sequences that are split over devices.
 
-context            checks; on global arrays, an SPMD region
-  context_variants   per device: the choice of the variant
-    ring, all_to_all, halo   what is sent, and in which order
+context_parallel   checks; on global arrays, an SPMD region
+  all_to_all         heads in exchange for sequences; flash computes
+  context_parallel_variants   per device: the choice of the variant
+    ring, halo         what is sent, and in which order
       blockwise        what is computed
 """
 
@@ -15,14 +16,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from tessera.errors import CollectiveError, HeadCountError, OperandError
+from tessera.errors import CollectiveError, OperandError
 from tessera.mesh import Mesh, manual_axes
+from tessera.ops.attention.all_to_all import attend_by_heads, check_exchange
 from tessera.ops.attention.blockwise import all_varying
 from tessera.ops.attention.context_parallel_variants import (
     LayerVariants,
     attend_on_device,
     wire_of,
 )
+from tessera.ops.attention.flash import flash_attention
 from tessera.ops.attention.zigzag import Arrangement, ContextSharding
 from tessera.ops.operand_checks import check_one_dtype, raise_problems
 from tessera.ops.operand_layouts import as_array, layout_of, map_blocks
@@ -52,8 +55,8 @@ def context_attention(
     Query head h attends to key/value head ``h // (H / G)``; scores are divided by the
     root of K. Scores and sums are f32, whatever the dtype of the operands.
 
-    With a causal window no longer than the chunk of a device, only the halo is
-    exchanged, whatever the method.
+    With a causal window no longer than the chunk of a device, ``ring`` and ``zigzag``
+    exchange only the halo.
 
     Args:
       q: Queries.
@@ -156,41 +159,27 @@ def _on_device(
     """The output of this device's queries, in an SPMD region."""
     axis, method = options.axis, options.method
     size = lax.axis_size(axis)
-    if method == "all_to_all":
-        check_exchange(q.shape[2], k.shape[2], size, axis)
-    arrangement = Arrangement("zigzag" if method == "zigzag" else "contiguous", size)
-    sharding = ContextSharding(axis, arrangement, options.causal, wire_of(q.dtype))
-    variants = LayerVariants.of(
-        "all_to_all" if method == "all_to_all" else "ring",
-        sharding,
-        q.shape[1] * size,
-        options.window,
-    )
     if segments is not None:
         segments = lax.all_gather(segments, axis, axis=1, tiled=True)
+    q, k, v, segments = all_varying(axis, q, k, v, segments)
+    if method == "all_to_all":
+        check_exchange(q.shape[2], k.shape[2], size, axis)
+
+        def attend(*operands: Array) -> Array:
+            out_BHSK = flash_attention(
+                *(jnp.swapaxes(x, 1, 2) for x in operands),
+                causal=options.causal,
+                window=options.window,
+                segment_ids=segments,
+            )
+            return jnp.swapaxes(out_BHSK, 1, 2)
+
+        return attend_by_heads(attend, axis, q, k, v)
+    arrangement = Arrangement("zigzag" if method == "zigzag" else "contiguous", size)
+    sharding = ContextSharding(axis, arrangement, options.causal, wire_of(q.dtype))
+    variants = LayerVariants.of(sharding, q.shape[1] * size, options.window)
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    return attend_on_device(variants, *all_varying(axis, q, k, v, segments))
-
-
-def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
-    """Raise [T402] where the axis does not divide the heads for an all-to-all."""
-    fit = kv_heads % size == 0 or size % kv_heads == 0
-    if heads % size == 0 and fit:
-        return
-    legal = [
-        n
-        for n in range(1, heads + 1)
-        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-    ]
-    below = [n for n in legal if n < size][-1:]
-    above = [n for n in legal if n > size][:1]
-    raise HeadCountError(
-        f"all-to-all attention cannot divide the heads over mesh axis {axis!r}",
-        got=f"{heads} query heads and {kv_heads} key/value heads on each device, "
-        f"axis size {size}",
-        fix=f"use {axis} {' or '.join(map(str, below + above))}, or the ring, "
-        "which divides no heads",
-    )
+    return attend_on_device(variants, q, k, v, segments)
 
 
 def _layout(queries: Any, axis: str) -> tuple[Mesh, PartitionSpec]:

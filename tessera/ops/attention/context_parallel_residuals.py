@@ -31,7 +31,7 @@ from tessera.ops.attention.zigzag import ContextSharding
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs. A variant may store the elements in its own order.
+    """What the backward pass needs.
 
     Attributes:
       q: ``[B, S, H, K]``.

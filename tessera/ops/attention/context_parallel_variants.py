@@ -10,7 +10,7 @@ residuals is saved and not one for each variant.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from tessera.ops.attention.all_to_all import AllToAll
 from tessera.ops.attention.context_parallel_residuals import KeyExchange, Residuals
 from tessera.ops.attention.halo import Gather, Halo
 from tessera.ops.attention.ring import Ring
@@ -28,8 +27,6 @@ from tessera.ops.operand_layouts import map_free_axes
 from tessera.ops.rematerialization import ATTENTION_RESIDUALS
 from tessera.tracing import casts, scope
 
-ContextVariant: TypeAlias = AllToAll | KeyExchange
-Method: TypeAlias = Literal["ring", "all_to_all"]
 # More than the distance of any two tokens of a sequence.
 NO_WINDOW: Final = int(np.iinfo(np.int32).max)
 
@@ -45,25 +42,20 @@ class LayerVariants:
         no layer has a window.
     """
 
-    unwindowed: ContextVariant
-    windowed: ContextVariant | None = None
+    unwindowed: KeyExchange
+    windowed: KeyExchange | None = None
     window: int | None = None
 
     @classmethod
     def of(
-        cls,
-        method: Method,
-        sharding: ContextSharding,
-        length: int,
-        window: int | None = None,
+        cls, sharding: ContextSharding, length: int, window: int | None = None
     ) -> "LayerVariants":
         """The variants for sequences of ``length`` tokens over all devices.
 
         Raises:
           ShardDivisibilityError: [T201] the devices' chunks do not divide them.
         """
-        ring = Gather if sharding.divergent else Ring
-        unwindowed = (AllToAll if method == "all_to_all" else ring)(sharding)
+        unwindowed = (Gather if sharding.divergent else Ring)(sharding)
         rows = sharding.arrangement.chunk_length(length)
         if window is None or not sharding.causal or window - 1 > rows:
             return cls(unwindowed, None, window)
@@ -134,7 +126,7 @@ def _run(
 ) -> Any:
     """The forward or backward pass of the variant for this layer."""
 
-    def run(variant: ContextVariant, window: Any) -> Any:
+    def run(variant: KeyExchange, window: Any) -> Any:
         return getattr(variant, name)(*operands, jnp.int32(window))
 
     window = NO_WINDOW if variants.window is None else variants.window

@@ -8,19 +8,20 @@ Axes that the mesh does not have are skipped, so one model works on every subset
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
 
 from tessera.errors import LogicalAxisError, ShardDivisibilityError, did_you_mean
 from tessera.mesh import Mesh
-from tessera.ops.attention.context_parallel_variants import Method
 from tessera.ops.attention.zigzag import Arrangement
 from tessera.shard import ShardSpec
 from tessera.tracing import scope
 from tessera.tracing.casts import autocast, cast_parameter
 from tessera.train.models.axis_rules import RULES as RULES
+
+Method: TypeAlias = Literal["ring", "all_to_all"]
 
 # The rule for a dim that is in ``Placement.whole``.
 _FALLBACK: Final = MappingProxyType(

@@ -235,10 +235,8 @@ def test_sequences_may_be_split_along_with_heads():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("method", "divergent"), [("ring", False), ("ring", True), ("all_to_all", False)]
-)
-def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, divergent):
+@pytest.mark.parametrize("divergent", [False, True])
+def test_a_flag_chooses_between_the_whole_sequence_and_the_window(divergent):
     mesh, given, window, cap = mesh_of(4), operands(), 4, 2.0
     arrangement = Arrangement("zigzag", 4)
     ids = segments()
@@ -246,7 +244,7 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, diverg
     @jax.jit
     def read(q: Any, k: Any, v: Any, gradient: Any, sees_all: Any) -> Any:
         sharding = ContextSharding("cp", arrangement, divergent=divergent, soft_cap=cap)
-        plan = LayerVariants.of(method, sharding, LENGTH, window)
+        plan = LayerVariants.of(sharding, LENGTH, window)
         assert isinstance(plan.windowed, Halo)
         rows = arrangement.apply(ids, 1)
 
@@ -274,9 +272,7 @@ def test_a_flag_chooses_between_the_whole_sequence_and_the_window(method, diverg
 @pytest.mark.full
 def test_many_steps_of_layers_that_differ_do_not_stall():
     mesh, given = mesh_of(8), operands(batch=1)
-    plan = LayerVariants.of(
-        "ring", ContextSharding("cp", Arrangement("zigzag", 8)), LENGTH, 3
-    )
+    plan = LayerVariants.of(ContextSharding("cp", Arrangement("zigzag", 8)), LENGTH, 3)
     spec = P(None, "cp")
     placed = [spread(x, mesh, "zigzag", spec) for x in given[:3]]
 

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from tessera.errors import ModelShapeError, TesseraError
 from tessera.graph.pipelining import named_schedules
-from tessera.ops.attention.context_parallel_variants import Method
 from tessera.train.config import run_config as config
 from tessera.train.config.command_line import run_from_command_line
 from tessera.train.config.config_schema import (
@@ -35,6 +34,7 @@ from tessera.train.models.axis_rules import RULES
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, definition_of
 from tessera.train.models.named_models import config_of, model_names
+from tessera.train.models.partition_rules import Method
 from tests.train.config.command_lines import CONFIGS_DIR, composed
 
 # --- what command lines mean

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from tessera.mesh import manual_axes
+from tessera.ops.attention.all_to_all import attend_by_heads
 from tessera.ops.attention.context_parallel_variants import (
     NO_WINDOW,
     LayerVariants,
@@ -53,7 +55,7 @@ def layer_attention(
     Raises:
       ShardDivisibilityError: [T201] the devices of ``cp`` cannot share the sequence.
     """
-    if place.arrangement is None:
+    if place.arrangement is None or place.context_parallel == "all_to_all":
         return _whole_attention(config, length, segment_ids, place)
     return _sharded_attention(config, length, segment_ids, place)
 
@@ -64,23 +66,38 @@ def _whole_attention(
     segment_ids: Int[Array, "batch seq"] | None,
     place: Placement,
 ) -> LayerAttention:
-    def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
-        def on_device(q: Array, k: Array, v: Array, segment_ids: Any) -> Array:
-            out_BHSK = flash_attention(
-                *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)),
-                causal=True,
-                scale=1.0,
-                window=window,
-                soft_cap=config.attention_soft_cap,
-                segment_ids=segment_ids,
-            )
-            return jnp.swapaxes(out_BHSK, 1, 2)
+    axes = () if place.arrangement is None else place.axes("context")
+    if axes and segment_ids is not None:
+        # Four bytes a token: every device needs those of whole sequences.
+        segment_ids = place.constrain(segment_ids, "batch", None)
 
-        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids
-        if not _runs_per_device(place):
+    def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
+        is_traced = isinstance(window, jax.Array)  # then a region takes it as well
+        fixed, traced = (None, window) if is_traced else (window, None)
+
+        def on_device(
+            q: Array, k: Array, v: Array, segment_ids: Any, traced: Any
+        ) -> Array:
+            def of_heads(*operands: Array) -> Array:
+                out_BHSK = flash_attention(
+                    *(jnp.swapaxes(x, 1, 2) for x in operands),
+                    causal=True,
+                    scale=1.0,
+                    window=fixed if traced is None else traced,
+                    soft_cap=config.attention_soft_cap,
+                    segment_ids=segment_ids,
+                )
+                return jnp.swapaxes(out_BHSK, 1, 2)
+
+            if axes:
+                return attend_by_heads(of_heads, axes[0], q, k, v)
+            return of_heads(q, k, v)
+
+        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids, traced
+        if not (axes or _runs_per_device(place)):
             return place.constrain(on_device(*operands), *HEADS)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
-        specs = layout, layout, layout, PartitionSpec(*layout[:1])
+        specs = layout, layout, layout, PartitionSpec(*layout[:1]), PartitionSpec()
         assert place.mesh is not None
         region = region_mesh(place.mesh)
         return map_free_axes(on_device, region, specs, layout)(*operands)
@@ -144,7 +161,7 @@ def _sharded_attention(
             divergent=divergent,
             soft_cap=config.attention_soft_cap,
         )
-        plan = LayerVariants.of(place.context_parallel, sharding, length, config.window)
+        plan = LayerVariants.of(sharding, length, config.window)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         operands = q_BSHK, k_BTGK, v_BTGK
         return attend_in_region(

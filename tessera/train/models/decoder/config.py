@@ -16,8 +16,8 @@ from tessera.train.models.definition import DECODER, ModelDefinition, ModelOptio
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh
-    from tessera.ops.attention.context_parallel_variants import Method
     from tessera.train.models.decoder.decoder_model import DecoderModel
+    from tessera.train.models.partition_rules import Method
 
 ACTIVATIONS: Final = ("gelu_tanh", "silu")
 ROPE_KINDS: Final = ("linear", "llama3", "yarn")

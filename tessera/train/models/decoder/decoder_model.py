@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tessera.errors import SettingConflictError
 from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import Mesh
-from tessera.ops.attention.context_parallel import check_exchange
-from tessera.ops.attention.context_parallel_variants import Method
+from tessera.ops.attention.all_to_all import check_exchange
 from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.decoder.decoder import (
@@ -35,7 +34,7 @@ from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import policies_of_stage, scan_layers
 from tessera.train.models.model import Batch, DimNames, Model, Sums, num_targets
-from tessera.train.models.partition_rules import Placement
+from tessera.train.models.partition_rules import Method, Placement
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
 
@@ -386,7 +385,7 @@ def _context_note(window: int | None, method: Method, mesh: Mesh) -> str:
     if method == "ring" and mesh.shape.get("pp", 1) > 1:
         how = f"in zigzag order; stages gather the keys and values of its {cp} devices"
     note = f"sequences are sharded over 'cp' {how}"
-    if window is None:
+    if window is None or method == "all_to_all":
         return note
     return (
         f"{note}; local layers exchange only a halo of {window - 1} tokens, if chunks "
