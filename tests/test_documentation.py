@@ -2,6 +2,7 @@
 """Every Python block of the documentation runs, and does what its page says."""
 
 import ast
+import linecache
 import re
 import subprocess
 import sys
@@ -67,7 +68,10 @@ def run(blocks: list[str], page: Path) -> None:
     namespace: dict[str, object] = {"__name__": "example"}
     for block in blocks:
         before = page.read_text().split(block)[0].count("\n")
-        exec(compile("\n" * before + block, str(page), "exec"), namespace)
+        code, name = "\n" * before + block, f"{page} from line {before}"
+        # The page is not all Python: what is converted is found by this name.
+        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+        exec(compile(code, name, "exec"), namespace)
 
 
 @pytest.fixture(autouse=True)

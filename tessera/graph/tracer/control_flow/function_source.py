@@ -3,7 +3,6 @@
 
 import ast
 import functools
-import inspect
 import linecache
 from copy import deepcopy
 from types import CodeType, FunctionType
@@ -28,8 +27,8 @@ def definition_of(
         raise Unconvertible(f"its source is not to be had, from {code.co_filename}")
     try:
         tree = _parsed("".join(lines))
-    except SyntaxError:
-        tree = _parsed_block(lines, code.co_firstlineno)
+    except SyntaxError as error:
+        raise Unconvertible(f"its source does not parse: {error.msg}") from error
     found = [each for each in _definitions(tree, "") if _is_of(each[0], code)]
     if not found:
         raise Unconvertible(
@@ -43,20 +42,6 @@ def definition_of(
 @functools.lru_cache(maxsize=8)
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
-
-
-def _parsed_block(lines: list[str], first: int) -> ast.Module:
-    """Parse the block that begins at a line of a file that is not all Python.
-
-    A page of documentation is such a file.
-    """
-    block = "".join(inspect.getblock(lines[first - 1 :]))
-    indented = block[:1].isspace()
-    try:
-        tree = ast.parse("if True:\n" * indented + block)
-    except SyntaxError as error:
-        raise Unconvertible(f"its source does not parse: {error.msg}") from error
-    return ast.increment_lineno(tree, first - 1 - indented)
 
 
 def _definitions(node: ast.AST, owner: str) -> list[tuple[ast.AST, str]]:

@@ -213,12 +213,10 @@ def adopt_result(result: Any, function: Any, given: Mapping[int, Any]) -> None:
             new = [result]
     elif _package(function) in _RETURN_NEW:
         new = [*mutable_objects([result]).values()]
-    elif (
-        (is_iterator(result) and function is not next)
-        or function is sorted
-        or _is_copy_method(function)
-    ):
+    elif function is sorted or _is_copy_method(function):
         new = [result]
+    elif is_iterator(result) and function is not next:
+        new.append(result)
     if conversion is not None:
         conversion.adopt(value for value in new if id(value) not in given)
 
