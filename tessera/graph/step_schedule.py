@@ -49,7 +49,7 @@ def all_reduce_overlap(enabled: bool | None) -> None:
     run beside computation: the gradients of a layer are sent while those of
     the layer before it are computed. The predicted timeline of a step on a target says
     which share of the collectives' time is hidden. Options of the user, in
-    ``runtime.xla_flags`` or ``XLA_FLAGS``, hold instead. On TPUs it changes
+    ``XLA_FLAGS``, hold instead. On TPUs it changes
     nothing, nor on CPUs, where collectives never overlap with computation:
     ``graph.trace`` says so.
 

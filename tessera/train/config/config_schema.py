@@ -23,6 +23,8 @@ _GONE: Final = {
         "coordinator_address",
         "num_processes",
         "process_id",
+        "xla_flags",
+        "optimization_level",
     ),
 }
 _OF_EVERY_MODEL: Final = [one for one in fields(ModelConfig) if one.name != "config"]

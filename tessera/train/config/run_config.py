@@ -228,10 +228,6 @@ class RuntimeConfig:
       compile_cache: A folder, private to the user, of compiled programs, which a later
         run of the same source lines takes from there; null takes
         JAX_COMPILATION_CACHE_DIR if that is given.
-      xla_flags: Flags of XLA for the run's steps, ``--xla_name=value
-        --xla_other=value``; they override those of XLA_FLAGS.
-      optimization_level: How much XLA may do for a faster program, O0 to O3; O1 has
-        GPUs overlap collectives with computation. null leaves JAX's.
       max_steps_in_flight: Steps that may be queued before the loop waits for the first;
         more hides more of Python's time and holds more memory.
       verify_every: Steps between two that are repeated with the devices in another
@@ -263,8 +259,6 @@ class RuntimeConfig:
     target_compiler: str = setting("native", choices=("native", "cpu"))
     platform: str = setting("auto", choices=("auto", "cpu", "gpu", "tpu"))
     compile_cache: str | None = setting(None)
-    xla_flags: str | None = setting(None)
-    optimization_level: str | None = setting(None, choices=("O0", "O1", "O2", "O3"))
     max_steps_in_flight: int = setting(8, least=1, most=64)
     verify_every: int | None = setting(None, least=1, most=MOST_COUNT)
     rendezvous_timeout: float = setting(300.0, above=0, most=A_YEAR_S)

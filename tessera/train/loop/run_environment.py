@@ -19,7 +19,6 @@ from tessera.train.runtime.compile_cache import open_compile_cache
 from tessera.train.runtime.devices import prepare_devices
 from tessera.train.runtime.process_group import Processes, Timeouts, joined
 from tessera.train.runtime.rank_consistency import module_fingerprint
-from tessera.train.runtime.xla_options import compiler_options
 
 
 def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Processes]:
@@ -59,9 +58,6 @@ def prepare(settings: Config, num_processes: int) -> str:
         platform = "cpu"
         target_devices.prepare()
     open_compile_cache(settings.runtime.compile_cache)
-    if settings.runtime.optimization_level is not None:
-        level = settings.runtime.optimization_level
-        jax.config.update("jax_optimization_level", level)
     sizes, axes = settings.model.mesh_shape
     devices = prepare_devices(
         # A dry run compiles for devices that need not exist, on a platform that must.
@@ -70,10 +66,7 @@ def prepare(settings: Config, num_processes: int) -> str:
         axes=dict(zip(axes, sizes, strict=True)),
         num_processes=num_processes,
     )
-    flags = (settings.runtime.xla_flags or "").split()
     if settings.training.profile_communication and jax.default_backend() == "gpu":
-        flags.insert(0, f"--{COMMAND_BUFFERS}=")  # the last of two flags holds
-    if flags:
-        plan = replace(current_plan(), compiler_options=compiler_options(flags))
-        set_plan(plan)
+        # Each kernel is launched by itself.
+        set_plan(replace(current_plan(), compiler_options=((COMMAND_BUFFERS, ""),)))
     return devices
