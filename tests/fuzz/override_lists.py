@@ -230,7 +230,7 @@ FEATURES = (
     *("model.num_layers=4", "model.vocab_size=300", "model.num_kv_heads=2"),
     *("model.rope_scale_global=8", "model.query_pre_attn_scalar=0.5", "name=mine"),
     *("runtime.platform=cpu", "runtime.max_steps_in_flight=1"),
-    *("runtime.step_deadline=null"),
+    "runtime.step_deadline=null",
     *("hydra.run.dir=new/run", "optimizer.epsilon=1e-6", "optimizer.clip_update=2"),
 )
 TEXT = (
