@@ -136,7 +136,7 @@ class LeafLayout:
             index = 0
             for axis in axes:
                 index = index * sizes[axis] + coordinates[axis]
-            # A layout that only a type has may not divide it.
+            # The type of an array may have a layout that does not divide it.
             block.append((min(index * size, end), min((index + 1) * size, end)))
         return tuple(block)
 

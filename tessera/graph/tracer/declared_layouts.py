@@ -24,7 +24,7 @@ from tessera.graph.tracer.arguments import Argument, Call, is_in
 from tessera.graph.tracer.strategies import Strategy
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec
-from tessera.shard_spec import axes_of_dims
+from tessera.shard_spec import axes_of_dims, check_even
 from tessera.tracing.object_arguments import STRUCTURE, is_object
 
 # What annotations call the dims of each array, by its path.
@@ -165,7 +165,10 @@ def argument_values(
 
 def _undeclared(leaf: Leaf, options: Options, mesh: Mesh | None) -> Any:
     if leaf.layout is not None:
-        return leaf.layout[1]
+        own, spec = leaf.layout
+        what = f"{leaf.name!r} has a layout that does not divide it"  # a type may
+        check_even(what, leaf.aval.shape, spec, own)
+        return spec
     if mesh is None or leaf.of_trace:
         return None
     may_be_batch = options.split_batch and not leaf.of_object

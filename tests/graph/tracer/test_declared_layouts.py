@@ -181,6 +181,20 @@ def test_a_layout_that_does_not_divide_its_array_is_refused(grid_mesh):
         layouts(lambda x: x[:7], X, mesh=grid_mesh, out_specs=P("dp"))
 
 
+def test_a_type_with_a_layout_that_does_not_divide_it_is_refused(dp_mesh):
+    rows = NamedSharding(dp_mesh.jax, P("dp"))
+    with pytest.raises(ShardDivisibilityError) as caught:
+        ts.function(lambda x: x * 2).trace(
+            jax.ShapeDtypeStruct((10, 3), "f4", sharding=rows)
+        )
+    assert str(caught.value) == (
+        "[T201] 'x' has a layout that does not divide it\n"
+        "  got: shape (10, 3), dim 0 = 10, axis size 8\n"
+        "  fix: use 8 or 16, or drop 'dp' from the spec\n"
+        "  docs: https://tessera-spmd.github.io/tessera/errors/T201.html"
+    )
+
+
 def test_arrays_that_are_laid_out_otherwise_are_all_listed(grid_mesh):
     x = jax.device_put(X, NamedSharding(grid_mesh.jax, P("tp")))
     table = tensor((8, 4), ShardSpec((1,), ("dp",)), grid_mesh)
