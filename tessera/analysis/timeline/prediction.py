@@ -14,9 +14,9 @@ from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.ledger import HasText
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.timeline.operation_times import OperationTimes
-from tessera.analysis.timeline.timeline import Communication, Operation, Timeline
 from tessera.analysis.timeline.schedule import TimedSteps
 from tessera.analysis.timeline.simulation import Executed, Simulation
+from tessera.analysis.timeline.timeline import Communication, Operation, Timeline
 from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
