@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state that a block of code can change: read before and after it, then restored.
 
-A branch or a loop's body is traced by running it. What it changed is found by
-comparing this state before and after, and is then undone: the outputs of the
-traced program take its place.
+A branch is traced by running it. What it changed is found by comparing this state
+before and after, and is then undone: the outputs of the traced program take its place.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
