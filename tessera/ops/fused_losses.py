@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.foundations.labels import IGNORE_INDEX
-from tessera.ops.linear_loss_chunks import Head, LossLayout, Terms
+from tessera.ops.linear_loss_chunks import LossLayout, Terms
 from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import Reduction, check_settings
 from tessera.ops.operand_checks import raise_problems
@@ -24,16 +24,14 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
     weight: Any,
     labels: Any,
     *,
-    bias: Any = None,
     vocab_dim: int = 0,
     ignore_index: int = IGNORE_INDEX,
     reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     chunk_size: int | None = None,
 ) -> Array:
-    """``cross_entropy(hidden @ weight.T + bias, labels)`` in little memory.
+    """``cross_entropy(hidden @ weight.T, labels)`` in little memory.
 
     Sums and the softmax are f32 whatever the dtype of the operands. Gradients are
     computed together with the loss, and only where it is differentiated; with
@@ -51,12 +49,10 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
       hidden: ``[..., D]`` floating-point.
       weight: ``[V, D]`` in the dtype of ``hidden``, such as a table of embeddings.
       labels: ``[...]`` integers in ``[0, V)``, or ``ignore_index``.
-      bias: ``[V]`` in the same dtype, or None.
       vocab_dim: 1 for a weight ``[D, V]``.
       ignore_index: Label of tokens to ignore.
       reduction: As in ``cross_entropy``: ``mean`` over the tokens that are not
         ignored, ``sum`` or ``none``.
-      label_smoothing: The part of each target that is spread over the vocabulary.
       z_loss: Weight of the squared log of the softmax's denominator, which is added to
         the loss of each token (arXiv 2204.02311); 1e-4 is usual.
       soft_cap: Logits x become ``soft_cap * tanh(x / soft_cap)``; None leaves them.
@@ -81,13 +77,10 @@ def fused_linear_cross_entropy(  # noqa: PLR0913
     """
     split = _split_of(hidden, weight, labels, vocab_dim)
     hidden, weight, labels = as_array(hidden), as_array(weight), as_array(labels)
-    bias = None if bias is None else as_array(bias)
-    check_settings("fused_linear_cross_entropy", reduction, label_smoothing, z_loss)
-    _check(hidden, weight, labels, bias, vocab_dim, soft_cap, chunk_size)
-    terms = Terms(ignore_index, label_smoothing, z_loss, soft_cap, vocab_dim)
-    return fused_loss(
-        terms, Head(weight, bias), hidden, labels, split, reduction, chunk_size
-    )
+    check_settings("fused_linear_cross_entropy", reduction, z_loss)
+    _check(hidden, weight, labels, vocab_dim, soft_cap, chunk_size)
+    terms = Terms(ignore_index, z_loss, soft_cap, vocab_dim)
+    return fused_loss(terms, weight, hidden, labels, split, reduction, chunk_size)
 
 
 def _split_of(
@@ -119,18 +112,15 @@ def _check(
     hidden: Array,
     weight: Array,
     labels: Array,
-    bias: Array | None,
     vocab_dim: int,
     soft_cap: float | None,
     chunk_size: int | None,
 ) -> None:
     problems = list[tuple[str, str]]()
-    arrays = [hidden, weight] if bias is None else [hidden, weight, bias]
-    dtypes = {array.dtype for array in arrays}
-    if len(dtypes) > 1 or not jnp.issubdtype(hidden.dtype, jnp.floating):
+    if hidden.dtype != weight.dtype or not jnp.issubdtype(hidden.dtype, jnp.floating):
         problems.append(
             (
-                "dtypes " + ", ".join(array.dtype.name for array in arrays),
+                f"dtypes {hidden.dtype.name}, {weight.dtype.name}",
                 "cast the operands to one floating-point dtype first",
             )
         )
@@ -147,10 +137,6 @@ def _check(
         problems.append((f"vocab_dim={vocab_dim}", "use 0 for [V, D], 1 for [D, V]"))
     elif weight.ndim != 2 or weight.shape[1 - vocab_dim] not in hidden.shape[-1:]:
         problems.append(_weight_problem(hidden, weight, vocab_dim))
-    elif bias is not None and bias.shape != (weight.shape[vocab_dim],):
-        problems.append(
-            (f"bias {bias.shape}", f"pass one of shape {(weight.shape[vocab_dim],)}")
-        )
     if soft_cap is not None and not soft_cap > 0:
         problems.append((f"soft_cap={soft_cap}", "use a positive soft_cap, or None"))
     if chunk_size is not None and chunk_size < 1:

@@ -35,7 +35,6 @@ class Terms:
 
     Attributes:
       ignore_index: Label of tokens to ignore.
-      label_smoothing: The part of each target that is spread over the vocabulary.
       z_loss: Weight of the squared log of the softmax's denominator.
       soft_cap: Logits x become ``soft_cap * tanh(x / soft_cap)``; None leaves them.
       vocab_dim: The dim of the weight that is the vocabulary.
@@ -46,25 +45,11 @@ class Terms:
     """
 
     ignore_index: int = IGNORE_INDEX
-    label_smoothing: float = 0.0
     z_loss: float = 0.0
     soft_cap: float | None = None
     vocab_dim: int = 0
     words: int | None = None
     gradient_scale: float = 1.0
-
-
-class Head(NamedTuple):
-    """The last layer, which computes the logits.
-
-    Attributes:
-      weight: ``[V, D]``, or ``[D, V]`` with ``vocab_dim=1``. It may be wider than
-        ``hidden``: it is cast to that dtype, and its gradient is not.
-      bias: ``[V]`` or None.
-    """
-
-    weight: Any
-    bias: Any = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ class LossCall:
       terms: The terms of a token's loss.
       split: How the operands are sharded, where they are.
       chunk_size: Tokens of a device in a chunk; None is the default.
-      dtypes: Those of ``hidden`` and of the head.
+      dtypes: Those of ``hidden`` and of the weight.
       per_token: Whether each token's loss is a result, or their sum.
     """
 
@@ -120,13 +105,14 @@ class LossOperands(NamedTuple):
 
     Attributes:
       hidden: ``[..., D]``.
-      head: Weight and bias.
+      weight: ``[V, D]``, or ``[D, V]`` with ``vocab_dim=1``. It may be wider than
+        ``hidden``: it is cast to that dtype, and its gradient is not.
       labels: ``[...]``.
       cotangents: ``[...]``, those of the losses, where each has its own.
     """
 
     hidden: Any
-    head: Any
+    weight: Any
     labels: Any = None
     cotangents: Any = None
 
@@ -161,70 +147,59 @@ def chunked(call: LossCall, differentiate: bool, tokens: LossOperands) -> Any:
     the tokens as the leading dim of both operands and the vocabulary last, the form
     that XLA runs fastest on CPU (JAX 0.10.2).
 
-    Gradients by tokens are summed over the axes that split the vocabulary; those by the
-    head are of the device's own part of it.
+    Gradients by tokens are summed over the axes that split the vocabulary; that by the
+    weight is of the device's own part of it.
     """
-    terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
-    words, width = head.weight.shape[:: -1 if terms.vocab_dim else 1]
+    terms, axes = call.terms, call.vocabulary_axes
+    words, width = tokens.weight.shape[:: -1 if terms.vocab_dim else 1]
 
-    def one(sums: Any, chunk: LossOperands) -> tuple[Any, Any]:
-        losses, by_logits, by_bias = _in_parts(call, differentiate, chunk)
+    def one(total: Any, chunk: LossOperands) -> tuple[Any, Any]:
+        losses, by_logits = _in_parts(call, differentiate, chunk)
         if by_logits is None:
-            return sums, (losses, None)
+            return total, (losses, None)
         # [D, C] @ [C, V]; [C, V] @ [V, D].
-        own = Head(_dot(chunk.hidden, by_logits, 0, 0), by_bias)
-        by_hidden = _dot(by_logits, head.weight, 1, terms.vocab_dim)
-        by_hidden = by_hidden / terms.gradient_scale
-        return jax.tree.map(jnp.add, sums, own), (losses, by_hidden)
-
-    def zeros(like: Array, *shape: int) -> Array:
-        return varying_as(like, jnp.zeros(shape, jnp.float32))
+        by_weight = _dot(chunk.hidden, by_logits, 0, 0)
+        by_hidden = _dot(by_logits, tokens.weight, 1, terms.vocab_dim)
+        return total + by_weight, (losses, by_hidden / terms.gradient_scale)
 
     if not differentiate:
         return _over_chunks(call, one, None, tokens)[1][0], None
-    start = Head(
-        zeros(head.weight, width, words),
-        None if head.bias is None else zeros(head.bias, words),
-    )
-    sums, (losses, by_hidden) = _over_chunks(call, one, start, tokens)
+    start = varying_as(tokens.weight, jnp.zeros((width, words), jnp.float32))
+    total, (losses, by_hidden) = _over_chunks(call, one, start, tokens)
     by_hidden = lax.psum(by_hidden, axes) if axes else by_hidden
-
-    def unscaled(total: Array) -> Array:
-        return total / terms.gradient_scale
-
-    sums = sums._replace(weight=sums.weight if terms.vocab_dim else sums.weight.T)
-    return losses, LossOperands(by_hidden, jax.tree.map(unscaled, sums))
+    by_weight = total if terms.vocab_dim else total.T
+    return losses, LossOperands(by_hidden, by_weight / terms.gradient_scale)
 
 
-def _in_parts(call: LossCall, differentiate: bool, chunk: LossOperands) -> Any:
-    """The losses of a chunk, its gradients by the logits, and their sum for the bias.
+def _in_parts(
+    call: LossCall, differentiate: bool, chunk: LossOperands
+) -> tuple[Array, Array | None]:
+    """The losses of a chunk, and its gradients by the logits.
 
     A part of the chunk has f32 logits at a time; the gradients are in the dtype of the
     operands. The fewer chunks, the seldomer the gradient of the weight is read and
     written to add to it, which on a GPU takes the time of the matmul.
     """
 
-    def one(part: LossOperands) -> tuple[Array, Array | None, Array | None]:
+    def one(part: LossOperands) -> tuple[Array, Array | None]:
         losses, by_logits = _losses_of_chunk(call, differentiate, part)
         if by_logits is None:
-            return losses, None, None
-        by_bias = None if chunk.head.bias is None else by_logits.sum(axis=0)
-        return losses, by_logits.astype(chunk.hidden.dtype), by_bias
+            return losses, None
+        return losses, by_logits.astype(chunk.hidden.dtype)
 
     rows = len(chunk.hidden)
     if scope.device().platform == "cpu" or rows % 2 or not differentiate:
         return one(chunk)
 
     def half(tokens: LossOperands) -> Any:
-        return one(tokens._replace(head=chunk.head))
+        return one(tokens._replace(weight=chunk.weight))
 
     def split(array: Array) -> Array:
         return array.reshape(2, rows // 2, *array.shape[1:])
 
-    halves = jax.tree.map(split, chunk._replace(head=None))
-    losses, by_logits, by_bias = lax.map(half, halves)
-    by_bias = None if by_bias is None else by_bias.sum(axis=0)
-    return losses.reshape(rows), by_logits.reshape(rows, -1), by_bias
+    halves = jax.tree.map(split, chunk._replace(weight=None))
+    losses, by_logits = lax.map(half, halves)
+    return losses.reshape(rows), by_logits.reshape(rows, -1)
 
 
 def _dot(left: Array, right: Array, contracted: int, other: int) -> Array:
@@ -241,10 +216,8 @@ def _losses_of_chunk(
     token is ignored and NaN where its label is not in the vocabulary. Gradients are
     multiplied by the cotangents and by ``gradient_scale``.
     """
-    terms, head, axes = call.terms, tokens.head, call.vocabulary_axes
-    logits, capped = _dot(tokens.hidden, head.weight, 1, 1 - terms.vocab_dim), None
-    if head.bias is not None:
-        logits = logits + head.bias.astype(jnp.float32)
+    terms, axes = call.terms, call.vocabulary_axes
+    logits, capped = _dot(tokens.hidden, tokens.weight, 1, 1 - terms.vocab_dim), None
     if terms.soft_cap is not None:
         capped = jnp.tanh(logits / terms.soft_cap)
         logits = capped * terms.soft_cap
@@ -253,7 +226,6 @@ def _losses_of_chunk(
     padded = columns * prod(lax.axis_size(axis) for axis in axes)
     vocabulary = padded if terms.words is None else terms.words
     if vocabulary < padded:
-        assert not terms.label_smoothing, "it would be spread over the padding, too"
         logits = _without_padding(logits, first, vocabulary)
     highest = logits.max(axis=-1)
     highest = lax.pmax(highest, axes) if axes else highest
@@ -264,15 +236,10 @@ def _losses_of_chunk(
     index = labels - jnp.asarray(first, labels.dtype)
     is_target = lax.broadcasted_iota(labels.dtype, scores.shape, 1) == index[:, None]
     sums = [exponentials.sum(-1), jnp.where(is_target, scores, 0.0).sum(-1)]
-    if terms.label_smoothing:
-        sums.append(scores.sum(-1))
-    total, target_score, *score_sums = lax.psum(sums, axes) if axes else sums
+    total, target_score = lax.psum(sums, axes) if axes else sums
     log_total = jnp.log(total)
     log_sum = log_total + highest
     losses = log_total - target_score
-    for score_sum in score_sums:
-        mean = log_total - score_sum / vocabulary
-        losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * mean
     if terms.z_loss:
         losses = losses + terms.z_loss * log_sum**2
     counts = labels != terms.ignore_index
@@ -286,11 +253,8 @@ def _losses_of_chunk(
     share = weight / total
     if terms.z_loss:
         share = share * (1.0 + 2.0 * terms.z_loss * log_sum)
-    target = (1.0 - terms.label_smoothing) * weight
     gradient = exponentials * share[:, None]
-    gradient = gradient - jnp.where(is_target, target[:, None], 0.0)
-    if terms.label_smoothing:
-        gradient = gradient - (terms.label_smoothing / vocabulary * weight)[:, None]
+    gradient = gradient - jnp.where(is_target, weight[:, None], 0.0)
     if capped is not None:
         gradient = gradient * (1.0 - capped * capped)
     return losses, gradient
@@ -309,7 +273,7 @@ def _over_chunks(
 
     The last chunk is padded with ignored tokens.
     """
-    count, words = len(tokens.hidden), tokens.head.weight.shape[call.terms.vocab_dim]
+    count, words = len(tokens.hidden), tokens.weight.shape[call.terms.vocab_dim]
     size = call.chunk_size or chunk_rows(count, words, scope.device().platform)
     number = max(-(-count // size), 1)
     if number == 1:
@@ -327,7 +291,7 @@ def _over_chunks(
         return array.reshape(number * rows, *array.shape[2:])[:count]
 
     def one(carry: Any, chunk: LossOperands) -> Any:
-        return function(carry, chunk._replace(head=tokens.head))
+        return function(carry, chunk._replace(weight=tokens.weight))
 
     hidden = split(tokens.hidden)
     labels = split(tokens.labels, call.terms.ignore_index)

@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.ops.attention.blockwise import varying_alike
 from tessera.ops.linear_loss_chunks import (
-    Head,
     LossCall,
     LossLayout,
     LossOperands,
@@ -42,7 +41,7 @@ from tessera.tracing import casts, scope
 
 def fused_loss(
     terms: Terms,
-    head: Head,
+    weight: Array,
     hidden: Array,
     labels: Array,
     split: LossLayout | None,
@@ -53,7 +52,7 @@ def fused_loss(
 
     Args:
       terms: The terms of a token's loss.
-      head: Weight and bias.
+      weight: As in ``LossOperands``.
       hidden: ``[..., D]``.
       labels: ``[...]``.
       split: Their layouts; None leaves them to the compiler.
@@ -66,10 +65,10 @@ def fused_loss(
         terms = replace(terms, gradient_scale=1024.0)
     if split and split.mesh.axis_size((*split.token_axes, *split.vocabulary)) == 1:
         split = None
-    hidden, weight, bias, labels = varying_alike(hidden, *head, labels)
+    hidden, weight, labels = varying_alike(hidden, weight, labels)
     dtypes = hidden.dtype.name, weight.dtype.name
     call = LossCall(terms, split, chunk_size, dtypes, reduction == "none")
-    operands = LossOperands(hidden, Head(weight, bias), labels)
+    operands = LossOperands(hidden, weight, labels)
     traced = is_traced(*jax.tree.leaves(operands))
     loss = (_loss if traced else _compiled_loss)(call, operands)
     if reduction == "none":
@@ -101,10 +100,9 @@ def _backward(call: LossCall, residuals: LossOperands, cotangent: Array) -> Any:
             return cotangent * gradient.astype(cotangent.dtype)
 
         gradients = jax.tree.map(scaled, residuals)
-    hidden, head = gradients.hidden, gradients.head
-    of_hidden, of_head = call.dtypes
-    head = _cast(head, of_head)
-    return (LossOperands(hidden.astype(of_hidden), head),)
+    of_hidden, of_weight = call.dtypes
+    hidden = gradients.hidden.astype(of_hidden)
+    return (LossOperands(hidden, gradients.weight.astype(of_weight)),)
 
 
 _loss.defvjp(_forward, _backward)
@@ -114,7 +112,7 @@ _compiled_loss = CorrectJit(_loss, static_argnums=0)
 
 def _sharded(call: LossCall, operands: LossOperands, *, differentiate: bool) -> Any:
     """Losses laid out as the labels, and f32 gradients laid out as their operands."""
-    weight = operands.head.weight.astype(operands.hidden.dtype)
+    weight = operands.weight.astype(operands.hidden.dtype)
     if call.split is not None and call.split.weight is not None:
         # Each device casts its shard, and what is gathered is narrow.
         weight = scope.constrain(weight, call.split.mesh, call.split.weight)
@@ -122,24 +120,23 @@ def _sharded(call: LossCall, operands: LossOperands, *, differentiate: bool) -> 
         call, weight = _transposed(call), weight.T
     split = call.split
     on_device = partial(_on_device, call, differentiate)
-    operands = operands._replace(head=operands.head._replace(weight=weight))
+    operands = operands._replace(weight=weight)
     if split is None:
         return on_device(operands)
     vocabulary: Any = split.vocabulary or None
     dims = (None, vocabulary) if call.terms.vocab_dim else (vocabulary, None)
-    head = Head(PartitionSpec(*dims), PartitionSpec(vocabulary))
-    gradients = LossOperands(split.tokens, head) if differentiate else None
-    in_specs = (LossOperands(split.tokens, head, split.tokens, split.tokens),)
+    words = PartitionSpec(*dims)
+    gradients = LossOperands(split.tokens, words) if differentiate else None
+    in_specs = (LossOperands(split.tokens, words, split.tokens, split.tokens),)
     results = (split.tokens, gradients)
     mesh = region_mesh(split.mesh)
     losses, gradients = map_free_axes(on_device, mesh, in_specs, results)(operands)
     if gradients is not None and split.weight is not None:
-        of_weight = scope.constrain(gradients.head.weight, split.mesh, split.weight)
+        of_weight = scope.constrain(gradients.weight, split.mesh, split.weight)
         of_weight = of_weight.T if is_transposed else of_weight
-        head = gradients.head._replace(weight=of_weight)
         # The backward pass goes on when devices have their shards of it: XLA would
         # keep the whole gradient of each until that pass ends, and send it then.
-        gradients = lax.optimization_barrier(gradients._replace(head=head))
+        gradients = lax.optimization_barrier(gradients._replace(weight=of_weight))
     return losses, gradients
 
 
@@ -169,21 +166,14 @@ def _transposed(call: LossCall) -> LossCall:
 
 def _on_device(call: LossCall, differentiate: bool, operands: LossOperands) -> Any:
     """Losses and gradients of the tokens of one device."""
-    hidden, head, labels, cotangents = operands
+    hidden, weight, labels, cotangents = operands
     labels, cotangents = jax.tree.map(jnp.ravel, (labels, cotangents))
     flat = hidden.reshape(-1, hidden.shape[-1])
-    tokens = LossOperands(flat, head, labels, cotangents)
+    tokens = LossOperands(flat, weight, labels, cotangents)
     losses, gradients = chunked(call, differentiate, tokens)
     if gradients is not None:
-        of_head = gradients.head
+        of_weight = gradients.weight
         if call.split and (axes := call.split.token_axes):
-            of_head = lax.psum(_cast(of_head, call.split.sums), axes)
-        gradients = LossOperands(gradients.hidden.reshape(hidden.shape), of_head)
+            of_weight = lax.psum(of_weight.astype(call.split.sums), axes)
+        gradients = LossOperands(gradients.hidden.reshape(hidden.shape), of_weight)
     return losses.reshape(operands.labels.shape), gradients
-
-
-def _cast(head: Head, dtype: Any) -> Head:
-    def cast(array: Array) -> Array:
-        return array.astype(dtype)
-
-    return jax.tree.map(cast, head)

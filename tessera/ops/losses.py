@@ -19,7 +19,6 @@ def cross_entropy(
     *,
     ignore_index: int = IGNORE_INDEX,
     reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
     """Negative log-likelihood of integer labels under a softmax of the logits.
@@ -34,8 +33,6 @@ def cross_entropy(
       ignore_index: Label of positions to ignore.
       reduction: ``mean`` over the positions that are not ignored (0 if there are
         none), ``sum`` over them, or ``none``: one value per position, 0 where ignored.
-      label_smoothing: The part of each target that is spread evenly over the
-        vocabulary, from 0 to 1 (arXiv 1512.00567).
       z_loss: Weight of the squared log of the softmax's denominator, which is added to
         each position's loss (arXiv 2204.02311); 1e-4 is usual.
 
@@ -52,7 +49,7 @@ def cross_entropy(
     """
     logits, labels = as_array(logits), as_array(labels)
     _check(logits, labels)
-    check_settings("cross_entropy", reduction, label_smoothing, z_loss)
+    check_settings("cross_entropy", reduction, z_loss)
     scores = logits.astype(jnp.float32)
     # Relative to the largest, so that rounding is that of the loss, not of the logits.
     highest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
@@ -64,9 +61,6 @@ def cross_entropy(
     counts = labels != ignore_index
     is_legal = (labels >= 0) & (labels < scores.shape[-1])
     losses = log_total - target_score
-    if label_smoothing:
-        mean = log_total - scores.mean(axis=-1)
-        losses = (1.0 - label_smoothing) * losses + label_smoothing * mean
     if z_loss:
         losses = losses + z_loss * (log_total + highest[..., 0]) ** 2
     losses = jnp.where(is_legal, losses, jnp.nan)
@@ -109,19 +103,11 @@ def _check(logits: jax.Array, labels: jax.Array) -> None:
         )
 
 
-def check_settings(
-    name: str, reduction: str, label_smoothing: float, z_loss: float
-) -> None:
+def check_settings(name: str, reduction: str, z_loss: float) -> None:
     """Raise [T401] for an option of the loss ``name`` that is out of range."""
     if reduction not in ("mean", "sum", "none"):
         raise OperandError(
             f"there is no reduction {reduction!r}", fix="use 'mean', 'sum' or 'none'"
-        )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise OperandError(
-            "label_smoothing is not between 0 and 1",
-            got=f"label_smoothing={label_smoothing}",
-            fix="use a number from 0 to 1",
         )
     if not 0.0 <= z_loss < float("inf"):
         raise OperandError(

@@ -17,7 +17,7 @@ from tessera.errors import OperandError
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.fused_losses import fused_linear_cross_entropy
-from tessera.ops.linear_loss_chunks import Head, LossLayout, Terms, chunk_rows
+from tessera.ops.linear_loss_chunks import LossLayout, Terms, chunk_rows
 from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import cross_entropy
 from tessera.tracing import scope
@@ -26,27 +26,22 @@ V, D = 11, 5
 
 
 def drawn(seed, *shape, dtype="f4", words=V, width=D):
-    """Tokens, a weight, a bias and labels of which a third are ignored."""
+    """Tokens, a weight and labels of which a third are ignored."""
     rng = np.random.default_rng(seed)
     arrays = [
         jnp.asarray(rng.normal(size=size), jnp.float32).astype(dtype)
-        for size in ((*shape, width), (words, width), (words,))
+        for size in ((*shape, width), (words, width))
     ]
     labels = rng.integers(0, words, shape)
     return arrays, np.where(rng.random(shape) < 0.3, -100, labels).astype("i4")
 
 
-def whole(hidden, weight, bias, labels, *, soft_cap=None, **options):
+def whole(hidden, weight, labels, *, soft_cap=None, **options):
     """The same loss of logits that exist."""
     logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
-    logits = logits + bias.astype(jnp.float32)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     return cross_entropy(logits, labels, **options)
-
-
-def fused(hidden, weight, bias, labels, **options):
-    return fused_linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
 
 def with_gradients(loss, operands, labels, **options):
@@ -60,14 +55,13 @@ def with_gradients(loss, operands, labels, **options):
     return jax.value_and_grad(scalar, tuple(range(len(operands))))(*operands)
 
 
-def in_f64(operands, labels, reduction, label_smoothing, z_loss, soft_cap):
+def in_f64(operands, labels, reduction, z_loss, soft_cap):
     """Loss and gradients by hand, in double precision."""
-    hidden, weight, bias = (np.asarray(x, "f8") for x in operands)
-    raw = hidden @ weight.T + bias
+    hidden, weight = (np.asarray(x, "f8") for x in operands)
+    raw = hidden @ weight.T
     logits = soft_cap * np.tanh(raw / soft_cap) if soft_cap else raw
     counts = labels != -100
-    one_hot = np.eye(V)[np.where(counts, labels, 0)]
-    target = (1 - label_smoothing) * one_hot + label_smoothing / V
+    target = np.eye(V)[np.where(counts, labels, 0)]
     lse = np.log(np.exp(logits).sum(-1))
     losses = counts * (lse - (target * logits).sum(-1) + z_loss * lse**2)
     seeds = np.cos(np.arange(losses.size)).reshape(losses.shape) + 0.5
@@ -79,13 +73,12 @@ def in_f64(operands, labels, reduction, label_smoothing, z_loss, soft_cap):
     slopes *= 1 - (logits / soft_cap) ** 2 if soft_cap else 1
     slopes *= (seeds * counts)[..., None]
     rows, tokens = slopes.reshape(-1, V), hidden.reshape(-1, D)
-    return (losses * seeds).sum(), (slopes @ weight, rows.T @ tokens, rows.sum(0))
+    return (losses * seeds).sum(), (slopes @ weight, rows.T @ tokens)
 
 
 OPTIONS = st.fixed_dictionaries(
     {
         "reduction": st.sampled_from(["mean", "sum", "none"]),
-        "label_smoothing": st.sampled_from([0.0, 0.1]),
         "z_loss": st.sampled_from([0.0, 0.01]),
         "soft_cap": st.sampled_from([None, 3.0]),
     }
@@ -107,7 +100,9 @@ def test_loss_and_gradients_are_as_near_to_f64_as_those_of_whole_logits(
     operands, labels = drawn(seed, *shape, dtype=dtype)
     wanted = in_f64(operands, labels, **options)
     theirs = with_gradients(whole, operands, labels, **options)
-    ours = with_gradients(fused, operands, labels, chunk_size=chunk_size, **options)
+    ours = with_gradients(
+        fused_linear_cross_entropy, operands, labels, chunk_size=chunk_size, **options
+    )
     leaves = map(jax.tree.leaves, (ours, theirs, wanted))
     for our, their, want in zip(*leaves, strict=True):
         assert our.dtype == their.dtype
@@ -119,35 +114,28 @@ def test_loss_and_gradients_are_as_near_to_f64_as_those_of_whole_logits(
 
 @pytest.mark.full
 def test_a_weight_may_have_the_vocabulary_last():
-    (hidden, weight, bias), labels = drawn(0, 4, 3)
-    found = with_gradients(fused, (hidden, weight.T, bias), labels, vocab_dim=1)
-    expected = with_gradients(whole, (hidden, weight, bias), labels)
+    (hidden, weight), labels = drawn(0, 4, 3)
+    found = with_gradients(
+        fused_linear_cross_entropy, (hidden, weight.T), labels, vocab_dim=1
+    )
+    expected = with_gradients(whole, (hidden, weight), labels)
     np.testing.assert_allclose(found[1][1].T, expected[1][1], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
 
 
 def test_a_label_outside_the_vocabulary_is_no_plausible_number():
-    (hidden, weight, bias), _ = drawn(1, 2)
-    assert jnp.isnan(fused(hidden, weight, bias, np.array([1, V])))
-    assert jnp.isnan(fused(hidden, weight, bias, np.array([1, -1])))
+    (hidden, weight), _ = drawn(1, 2)
+    assert jnp.isnan(fused_linear_cross_entropy(hidden, weight, np.array([1, V])))
+    assert jnp.isnan(fused_linear_cross_entropy(hidden, weight, np.array([1, -1])))
 
 
 def test_a_batch_that_is_all_ignored_has_a_loss_and_gradient_of_zero():
     operands, labels = drawn(2, 4)
-    loss, slopes = with_gradients(fused, operands, np.full_like(labels, -100))
+    loss, slopes = with_gradients(
+        fused_linear_cross_entropy, operands, np.full_like(labels, -100)
+    )
     assert loss == 0
     assert not any(slope.any() for slope in slopes)
-
-
-@pytest.mark.full
-def test_words_that_are_ruled_out_by_minus_infinity():
-    (hidden, weight, bias), labels = drawn(3, 4)
-    bias = bias.at[7].set(-jnp.inf)
-    labels = np.where(labels == 7, 6, labels)
-    found = with_gradients(fused, (hidden, weight, bias), labels, chunk_size=2)
-    expected = with_gradients(whole, (hidden, weight, bias), labels)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def matmuls(function, *operands):
@@ -169,32 +157,36 @@ def test_gradients_are_computed_where_the_loss_is_differentiated_and_nowhere_els
     operands, labels = drawn(4, 12)
 
     def loss(*operands):
-        return fused(*operands, labels, chunk_size=4)
+        return fused_linear_cross_entropy(*operands, labels, chunk_size=4)
 
     assert matmuls(loss, *operands) == [(4, V)]
-    gradients = matmuls(jax.grad(loss, (0, 1, 2)), *operands)
+    gradients = matmuls(jax.grad(loss, (0, 1)), *operands)
     assert sorted(gradients) == [(4, D), (4, V), (D, V)]
 
 
 def test_no_array_is_as_large_as_the_logits():
     words, tokens, width = 2048, 1024, 8
-    (hidden, weight, bias), labels = drawn(5, tokens, words=words, width=width)
+    (hidden, weight), labels = drawn(5, tokens, words=words, width=width)
 
     def compiled(loss, **options):
         def gradients(*operands):
             return jax.grad(lambda *o: loss(*o, labels, **options), (0, 1))(*operands)
 
-        return jax.jit(gradients).lower(hidden, weight, bias).compile()
+        return jax.jit(gradients).lower(hidden, weight).compile()
 
     logits = 4 * words * tokens
-    ours = compiled(fused, chunk_size=64).memory_analysis().temp_size_in_bytes
+    ours = (
+        compiled(fused_linear_cross_entropy, chunk_size=64)
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
     theirs = compiled(whole).memory_analysis().temp_size_in_bytes
     assert theirs >= logits
     assert ours <= 0.15 * theirs
 
 
 def test_small_shares_of_a_large_vocabulary_survive_fp16():
-    (hidden, weight, _), labels = drawn(6, 8, dtype="f2", words=50_000, width=4)
+    (hidden, weight), labels = drawn(6, 8, dtype="f2", words=50_000, width=4)
     hidden, weight = hidden * jnp.float16(0.01), weight * jnp.float16(0.01)
     found = jax.grad(fused_linear_cross_entropy, 1)(hidden, weight, labels)
     # A word that is no label has 1 / V of a token: below fp16's normal numbers.
@@ -249,7 +241,7 @@ def test_devices_chunk_their_own_tokens_and_words(
 ):
     B, S, D, V = 8, 16, 6, 32
     operands, targets = drawn(8, B, S, words=V, width=D)
-    specs = {"hidden": hidden, "labels": labels, "weight": weight, "bias": P(weight[0])}
+    specs = {"hidden": hidden, "labels": labels, "weight": weight}
     specs = {name: spec for name, spec in specs.items() if spec is not None}
     mesh = Mesh(EACH, devices=range(8))
 
@@ -257,19 +249,19 @@ def test_devices_chunk_their_own_tokens_and_words(
         return hidden if "hidden" in specs else jnp.tanh(hidden)
 
     @ts.function(mesh=mesh, in_specs=specs)
-    def step(hidden, weight, bias, labels):
-        loss = fused(outputs(hidden), weight, bias, labels, chunk_size=8)
-        return loss, ts.grad(loss, [weight, bias])
+    def step(hidden, weight, labels):
+        loss = fused_linear_cross_entropy(outputs(hidden), weight, labels, chunk_size=8)
+        return loss, ts.grad(loss, weight)
 
-    def plain(weight, bias):
-        return whole(outputs(operands[0]), weight, bias, targets)
+    def plain(weight):
+        return whole(outputs(operands[0]), weight, targets)
 
     found = step(*operands, targets)
-    expected = jax.value_and_grad(plain, (0, 1))(*operands[1:])
+    expected = jax.value_and_grad(plain)(operands[1])
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
     home = NamedSharding(mesh.jax, weight)
-    assert found[1][0].sharding.is_equivalent_to(home, 2)
+    assert found[1].sharding.is_equivalent_to(home, 2)
 
     own_tokens, own_words = B * S // tokens, V // words
     ledger = step.last.collectives
@@ -282,7 +274,7 @@ def test_devices_chunk_their_own_tokens_and_words(
     # Of each token the maximum, the sum, the label's logit, and no more of the logits.
     softmax = 3 * own_tokens if words > 1 else 0
     # Once for all chunks: gradients of the head, the loss, how many labels count.
-    head = own_words * (D + 1) if tokens > 1 else 0
+    head = own_words * D if tokens > 1 else 0
     scalars = 2 * sum(entry is not None for entry in labels or ())
     assert sent["all-reduce"] == 4 * (softmax + head + scalars)
 
@@ -300,23 +292,22 @@ def test_a_weight_that_is_gathered_along_its_last_dim_is_transposed_on_gpus(
     monkeypatch, vocab_dim, reduction
 ):
     B, S, D, V = 8, 16, 6, 32
-    (hidden, weight, bias), labels = drawn(8, B, S, words=V, width=D)
+    (hidden, weight), labels = drawn(8, B, S, words=V, width=D)
     weight = weight.T if vocab_dim else weight
     mesh = Mesh(("fsdp", "tp"), shape=(4, 2))
     # Of [V, D] the width is the last dim, of [D, V] the vocabulary.
     dims = ("tp", "fsdp") if vocab_dim == 0 else (None, ("tp", "fsdp"))
     split = LossLayout(mesh, P("fsdp"), ("tp",), P(*dims))
 
-    def loss(hidden, weight, bias):
-        head = Head(weight, bias)
+    def loss(hidden, weight):
         terms = Terms(vocab_dim=vocab_dim)
-        losses = fused_loss(terms, head, hidden, labels, split, reduction, 8)
+        losses = fused_loss(terms, weight, hidden, labels, split, reduction, 8)
         return (losses * jnp.cos(jnp.arange(losses.size)).reshape(losses.shape)).sum()
 
     def gradients():
-        run = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-        traced = run.trace(hidden, weight, bias)
-        results = traced.lower().compile()(hidden, weight, bias)
+        run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        traced = run.trace(hidden, weight)
+        results = traced.lower().compile()(hidden, weight)
         return results, str(traced.jaxpr).count(" transpose[")
 
     with mesh:
@@ -330,28 +321,32 @@ def test_a_weight_that_is_gathered_along_its_last_dim_is_transposed_on_gpus(
 
 @pytest.mark.full
 def test_in_an_spmd_region_each_device_has_its_own_tokens(dp_mesh):
-    (hidden, weight, bias), labels = drawn(9, 16)
+    (hidden, weight), labels = drawn(9, 16)
 
-    def own(hidden, weight, bias, labels):
-        losses = fused(hidden, weight, bias, labels, reduction="sum", chunk_size=1)
+    def own(hidden, weight, labels):
+        losses = fused_linear_cross_entropy(
+            hidden, weight, labels, reduction="sum", chunk_size=1
+        )
         return jax.lax.psum(losses, "dp")
 
-    specs = (P("dp"), P(), P(), P("dp"))
+    specs = (P("dp"), P(), P("dp"))
     region = jax.shard_map(own, mesh=dp_mesh.jax, in_specs=specs, out_specs=P())
-    gradients = jax.jit(jax.value_and_grad(region, (0, 1, 2)))
-    found = gradients(hidden, weight, bias, labels)
+    gradients = jax.jit(jax.value_and_grad(region, (0, 1)))
+    found = gradients(hidden, weight, labels)
     expected = jax.value_and_grad(
-        lambda *operands: whole(*operands, labels, reduction="sum"), (0, 1, 2)
-    )(hidden, weight, bias)
+        lambda *operands: whole(*operands, labels, reduction="sum"), (0, 1)
+    )(hidden, weight)
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.full
 def test_rows_may_be_mapped_over():
-    (hidden, weight, bias), labels = drawn(10, 3, 4)
-    found = jax.vmap(lambda h, y: fused(h, weight, bias, y, chunk_size=3))
-    expected = jax.vmap(lambda h, y: whole(h, weight, bias, y))
+    (hidden, weight), labels = drawn(10, 3, 4)
+    found = jax.vmap(
+        lambda h, y: fused_linear_cross_entropy(h, weight, y, chunk_size=3)
+    )
+    expected = jax.vmap(lambda h, y: whole(h, weight, y))
     np.testing.assert_allclose(
         found(hidden, labels), expected(hidden, labels), rtol=1e-6
     )
@@ -390,13 +385,11 @@ def test_everything_that_does_not_fit_is_shown_at_once():
     ("options", "text"),
     [
         ({"reduction": "avg"}, "there is no reduction 'avg'"),
-        ({"label_smoothing": 2.0}, "use a number from 0 to 1"),
         ({"z_loss": -1.0}, "use 0 or a positive number"),
-        ({"bias": jnp.zeros(3)}, "pass one of shape"),
         ({"vocab_dim": 2}, "use 0 for"),
     ],
 )
 def test_settings_that_do_not_exist(options, text):
-    (hidden, weight, _), labels = drawn(9, 4)
+    (hidden, weight), labels = drawn(9, 4)
     with pytest.raises(OperandError, match=text):
         fused_linear_cross_entropy(hidden, weight, labels, **options)

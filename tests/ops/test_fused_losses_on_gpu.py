@@ -5,8 +5,9 @@ import jax
 import numpy as np
 import pytest
 
+from tessera.ops.fused_losses import fused_linear_cross_entropy
 from tests.on_gpu import only_on_gpu
-from tests.ops.test_fused_losses import drawn, fused, whole, with_gradients
+from tests.ops.test_fused_losses import drawn, whole, with_gradients
 
 pytestmark = only_on_gpu
 
@@ -20,7 +21,7 @@ def test_loss_and_gradients_are_those_of_all_logits(dtype, tolerance, soft_cap):
     with jax.default_matmul_precision("highest"):
         found, expected = (
             with_gradients(loss, operands, labels, soft_cap=soft_cap)
-            for loss in (fused, whole)
+            for loss in (fused_linear_cross_entropy, whole)
         )
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         largest = np.abs(np.asarray(other, "f8")).max()

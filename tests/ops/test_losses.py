@@ -203,23 +203,6 @@ def test_logits_need_a_vocabulary():
         cross_entropy(jnp.float32(1), jnp.int32(0))
 
 
-# --- label smoothing
-
-
-def test_label_smoothing_spreads_a_part_of_each_target():
-    logits, labels = drawn(0, 5)
-    log_p = logits - np.log(np.exp(logits.astype("f8")).sum(-1, keepdims=True))
-    counted = labels != -100
-    expected = 0.9 * reference(logits, labels) - 0.1 * log_p.mean(-1) * counted
-    found = cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_smoothing_by_more_than_everything_is_an_error():
-    with pytest.raises(OperandError, match="use a number from 0 to 1"):
-        cross_entropy(*drawn(0, 5), label_smoothing=1.5)
-
-
 def test_rows_of_all_sequences_may_be_flattened():
     logits, labels = drawn(1, 2, 3)
     flat = cross_entropy(logits.reshape(-1, 7), labels.reshape(-1))

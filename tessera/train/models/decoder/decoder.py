@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from tessera.mesh import manual_axes
 from tessera.ops.embedding import look_up
-from tessera.ops.linear_loss_chunks import Head, LossLayout, Terms
+from tessera.ops.linear_loss_chunks import LossLayout, Terms
 from tessera.ops.linear_loss_vjp import fused_loss
 from tessera.ops.losses import cross_entropy
 from tessera.ops.wide_gradients import with_wide_gradient
@@ -190,7 +190,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("logits"):
             return fused_loss(
                 Terms(soft_cap=cap, words=words),
-                Head(head),
+                head,
                 hidden,
                 targets,
                 split,
