@@ -152,7 +152,7 @@ def kernel_rows(target: str, case: Case) -> tuple[list[report.Row], float, int]:
                     ((_, flops),) = work(module, computation, each).products
                     row = kernel_row(target, case, found[1], file.read_text(), flops)
                     rows.append({"target": target, "case": case.name, **row})
-    others = [e for e in program.timeline.events if e.kind not in ("loop", "attention")]
+    others = [e for e in program.timeline.operations if e.kind != "attention"]
     cycles = sum(e.total for e in others) * Target.parse(target).machine.clock_hz
     cycles += sum(row["Mcycles"] for row in rows) * 1e6
     return rows, cycles, program.memory.temporaries
@@ -202,8 +202,7 @@ def main() -> None:
             with ProcessPoolExecutor(1, mp_context=spawn) as other:
                 rows, cycles, nbytes = other.submit(kernel_rows, target, case).result()
             blocks = compiled(target, case, "xla")
-            events = [e for e in blocks.timeline.events if e.kind != "loop"]
-            of_blocks = sum(e.total for e in events) * clock
+            of_blocks = sum(e.total for e in blocks.timeline.operations) * clock
             kernels += rows
             totals.append(
                 {

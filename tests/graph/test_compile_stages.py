@@ -153,7 +153,7 @@ def test_a_step_compiled_for_a_target_has_a_predicted_timeline():
     assert 0 < found.exposed <= spent
     assert found.seconds == pytest.approx(found.compute + found.exposed + found.idle)
     rows = sum(row.counted_calls for row in compiled.collectives.rows)
-    assert sum(event.times for event in found.events if event.axes) == rows
+    assert sum(each.times for each in found.operations if each.axes) == rows
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(["dp"], devices=range(8))])
