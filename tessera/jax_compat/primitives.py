@@ -6,13 +6,11 @@ reads them; a test in ``tests/jax_compat/test_only_door.py`` looks for that.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
-from jax._src import source_info_util
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from tessera.jax_compat import jaxprs
@@ -143,40 +141,6 @@ def bind_region(
     )
     with jaxprs.source_context(equation):
         return list(mapped(*values))
-
-
-def kind(equation: Equation) -> Hashable | None:
-    """Equal for equations that do the same to values of the same types, or None.
-
-    Floats may be equal and not the same: 0.0 and -0.0.
-    """
-    params = equation.params
-    if any(isinstance(value, float) for value in params.values()):
-        return None
-    types = tuple(atom.aval for atom in equation.invars)
-    found = (equation.primitive, tuple(params.items()), types, equation.ctx)
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
-
-
-def as_inlined_jit(equation: Equation) -> Callable[..., list[Any]]:
-    """A ``jax.jit`` of one equation, which is inlined in a program that calls it.
-
-    The equation has no name scopes but those around the call.
-    """
-    info = equation.source_info.replace(name_stack=source_info_util.NameStack())
-    alone = equation.replace(source_info=info)
-    types = [jaxprs.struct(atom.aval) for atom in equation.invars]
-
-    def apply(*values: Any) -> list[Any]:
-        return jaxprs.bind(alone, values)
-
-    with equation.ctx.manager:
-        (found,) = jaxprs.equations(jax.make_jaxpr(jax.jit(apply))(*types))
-    return partial(found.primitive.bind, **(found.params | {"inline": True}))
 
 
 def calls_with_operands(equation: Equation) -> Iterator[tuple[Program, list[Any]]]:

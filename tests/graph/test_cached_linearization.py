@@ -68,14 +68,14 @@ def test_the_program_is_the_one_of_differentiating_every_equation(plain):
     np.testing.assert_array_equal(got, want)
 
 
-def test_equal_equations_are_one_call():
+def test_equal_equations_are_one_program():
     program = jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(x)) + jnp.cos(x))(X)
     first, second, cos, _ = jaxprs.equations(program)
     equations = CachedLinearization()
-    programs = [equations._call(e, [X]) for e in (first, second, cos, first)]
+    programs = [equations._program(e, [X]) for e in (first, second, cos, first)]
     assert programs[0] is programs[1] is programs[3]
     assert programs[0] is not programs[2]
-    assert equations._call(first, [X[0]]) is None  # it says another shape
+    assert equations._program(first, [X[0]]) is None  # it says another shape
 
 
 def test_parameters_that_are_equal_and_not_the_same_are_told_apart():
@@ -99,7 +99,7 @@ def test_settings_around_an_equation_are_its_own():
 
     (first, second, _) = jaxprs.equations(jax.make_jaxpr(function)(W))
     equations = CachedLinearization()
-    programs = [equations._call(e, [W, W]) for e in (first, second)]
+    programs = [equations._program(e, [W, W]) for e in (first, second)]
     assert programs[0] is not programs[1]
 
 
@@ -111,4 +111,4 @@ def test_equations_with_programs_or_effects_are_left_alone():
     equations = CachedLinearization()
     for equation in jaxprs.equations(jax.make_jaxpr(function)(X)):
         if equation.effects or equation.primitive.name == "cond":
-            assert equations._call(equation, [X] * len(equation.invars)) is None
+            assert equations._program(equation, [X] * len(equation.invars)) is None
