@@ -41,7 +41,6 @@ from tessera.train.loop.step import (
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderConfig, DecoderModel
 from tessera.train.models.pipeline_stages import split_of
-from tessera.train.runtime.xla_options import compiler_options
 from tests.parity.plain_training import summed_loss, train_on_one_device
 
 pytestmark = pytest.mark.full
@@ -248,8 +247,8 @@ SAME = {
 def strict_casts() -> Iterator[None]:
     """XLA rounds wherever the program does; by default it may leave out casts."""
     plan = current_plan()
-    flags = compiler_options(["--xla_allow_excess_precision=false"])
-    set_plan(dataclasses.replace(plan, compiler_options=flags))
+    options = (("xla_allow_excess_precision", False),)
+    set_plan(dataclasses.replace(plan, compiler_options=options))
     yield
     set_plan(plan)
 
