@@ -2,7 +2,7 @@
 """Choose the mesh and the settings of a run for a machine that need not be here.
 
 tessera plan model=gemma3_4b runtime.target=h100:2x8 training.global_batch_size=512
-tessera plan --verify=0 --json=plan.json model=gemma3_1b ...
+tessera plan --json=plan.json model=gemma3_1b ...
 
 The settings are those of `tessera train`; what they set is not searched.
 """
@@ -33,20 +33,6 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="setting=value", help="as of tessera train")
-    add(
-        "--verify",
-        "-v",
-        type=_count,
-        default=5,
-        metavar="N",
-        help="layouts to compile for the target, 5 by default; 0 for none",
-    )
-    add(
-        "--processes",
-        type=_count,
-        metavar="N",
-        help="compilers side by side; one for each core, up to four",
-    )
     add("--rows", type=_count, default=10, metavar="N", help="layouts to show")
     add("--json", type=Path, metavar="FILE", help="write everything here")
     return parser
@@ -68,8 +54,6 @@ def _plan(options: Namespace) -> str:
     prepare_devices(1, "cpu")
     answer = plan_run(
         options.words,
-        verified=options.verify,
-        processes=options.processes or None,
         note=lambda text: sys.stderr.write(f"… {text}\n"),
     )
     if options.json is not None:

@@ -34,20 +34,20 @@ class Answer:
       space: What could be chosen.
       words: The command line of the run, which the overrides of a layout are added to.
       found: What the search ranked.
-      verified: What the target's compiler has seen; empty if it was not asked.
     """
 
     target: Target
     space: Space
     words: tuple[str, ...]
     found: SearchResult
-    verified: tuple[Candidate, ...] = ()
 
     @property
     def ranked(self) -> list[Candidate]:
-        """The layouts that fit, best first; compiled ones, where there are any."""
-        compiled = [each for each in self.verified if each.is_safe]
-        return compiled or self.found.best
+        """The layouts that fit, best first.
+
+        Those that surely fit are ranked by time, the others behind them by memory.
+        """
+        return sorted(self.found.best, key=_rank)
 
     @property
     def best(self) -> Candidate:
@@ -93,33 +93,24 @@ class Answer:
         shown = self.ranked[:rows]
         cells = [self._cells(rank + 1, each) for rank, each in enumerate(shown)]
         yield aligned(_COLUMNS, cells, right=(*_COLUMNS[2:11],))
-        yield from self._failures()
         yield ""
         yield UNCERTAINTY
         if not self.target.is_installed:
             yield (
                 "The compiler of the target is not installed, so attention is that of "
-                "CPUs in these estimates, and nothing was compiled."
+                "CPUs in these estimates."
             )
         yield ""
         yield self.command(self.best.layout)
 
     def _counts(self) -> Iterator[str]:
         found = self.found
-        compiled = f", {len(self.verified)} compiled" if self.verified else ""
         yield (
             f"looked at {found.looked_at:,} layouts: {found.too_large:,} need more "
-            f"memory than a device has{compiled}"
+            "memory than a device has"
         )
         for (code, what), count in found.rejected.most_common():
             yield f"not legal: {count:,} times [{code}] {what}"
-
-    def _failures(self) -> Iterator[str]:
-        for each in self.verified:
-            if not each.is_safe:
-                needed = format_bytes(each.prediction.memory_bytes)
-                reason = each.problem or f"needs {needed}"
-                yield f"compiled, and left out: {describe(each.layout)}: {reason}"
 
     def _cells(self, rank: int, candidate: Candidate) -> list[str]:
         found, capacity = candidate.prediction, self.target.machine.memory_bytes
@@ -133,7 +124,7 @@ class Answer:
             f"{100 * found.memory_bytes / capacity:.0f} %",
             f"{self.tokens / found.seconds:,.0f}",
             f"{100 * self.utilization(found):.0f} %",
-            _certainty(candidate),
+            "estimated" if candidate.is_safe else "estimated, close to the limit",
         ]
 
     def utilization(self, prediction: Prediction) -> float:
@@ -158,11 +149,6 @@ class Answer:
             ],
             "command": self.command(self.best.layout),
             "layouts": [self._json(each) for each in self.ranked],
-            "left_out": [
-                {**self._json(each), "problem": each.problem}
-                for each in self.verified
-                if not each.is_safe
-            ],
             "uncertainty": UNCERTAINTY,
         }
 
@@ -209,8 +195,7 @@ def _words(layout: Layout) -> Iterator[str]:
         yield f"loss chunk {layout.loss_chunk}"
 
 
-def _certainty(candidate: Candidate) -> str:
-    """Where the figure of a candidate's memory is from."""
-    if candidate.prediction.compiled:
-        return "the compiler's"
-    return "estimated" if candidate.is_safe else "estimated, close to the limit"
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    found = candidate.prediction
+    risky = not candidate.is_safe
+    return risky, found.memory_bytes if risky else found.seconds

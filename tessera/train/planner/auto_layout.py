@@ -27,12 +27,11 @@ from tessera.train.checkpoints.choose_checkpoint import NONE
 from tessera.train.config.run_config import data_parallel_groups
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.loop.run_folder import CHECKPOINTS
-from tessera.train.planner.answer import Answer, describe
+from tessera.train.planner.answer import describe
 from tessera.train.planner.auto_remat import AUTO as AUTO_REMAT
 from tessera.train.planner.auto_remat import choose_remat
 from tessera.train.planner.layout import SETTINGS, override, without
 from tessera.train.planner.plan_run import plan_run
-from tessera.train.planner.search import Candidate
 from tessera.train.runtime.accelerators import assign_devices
 from tessera.train.runtime.cluster import Cluster, detect
 from tessera.train.runtime.python_process import python_command
@@ -85,8 +84,10 @@ def _with_mesh(given: Sequence[str]) -> tuple[list[str], list[str]]:
     asked = [*without(given, "runtime.target"), f"runtime.target={target}"]
     if run is not None and _BATCH not in map(_key, given):
         asked.append(f"{_BATCH}={run.global_batch_size}")
-    answer = plan_run(asked, verified=0)
-    best, reason = _safest(answer)
+    answer = plan_run(asked)
+    best = answer.best
+    is_safe = "the fastest that surely fits"
+    reason = is_safe if best.is_safe else "the smallest, as none surely fits"
     overrides = best.layout.overrides()
     overrides.append(f"{_BATCH}={answer.space.global_batch_size}")
     line = without(line, *map(_key, overrides))
@@ -101,15 +102,6 @@ def _to_run(words: Sequence[str]) -> list[str]:
     return list(words) if is_dry else without(words, *_OF_TARGET)
 
 
-def _safest(answer: Answer) -> tuple[Candidate, str]:
-    """The fastest layout whose memory is safe, or the smallest; and which of them."""
-    for each in answer.ranked:
-        if each.is_safe:
-            return each, "the fastest that surely fits"
-    smallest = min(answer.ranked, key=lambda each: each.prediction.memory_bytes)
-    return smallest, "the smallest, as none surely fits"
-
-
 def _key(word: str) -> str:
     """The setting of a word such as ``training.steps=2``."""
     return word.partition("=")[0]
@@ -120,9 +112,6 @@ def _target(words: Sequence[str]) -> str:
     for word in reversed(words):
         if _key(word) == "runtime.target":
             return word.partition("=")[2]
-    several = [word for word in words if word.startswith("runtime.num_processes=")]
-    if several:
-        raise _unseen(", ".join(several))
     return _devices_of(detect(os.environ))
 
 
@@ -236,9 +225,7 @@ def _unseen(found: str) -> TargetError:
     )
 
 
-_FIX: Final = (
-    "name the machine: runtime.target=h100:2x8, or measure it with tessera calibrate"
-)
+_FIX: Final = "name the machine: runtime.target=h100:2x8, or a file with its figures"
 
 
 def main() -> int:

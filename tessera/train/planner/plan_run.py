@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a run that a command line describes: search, verification, answer."""
+"""Plans a run that a command line describes: search and answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +16,9 @@ from tessera.train.config.overrides import is_choice, parse
 from tessera.train.config.run_config import Config
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import without
-from tessera.train.planner.search import Candidate, SearchResult, search
+from tessera.train.planner.search import SearchResult, search
 from tessera.train.planner.search_space import AXES, Space
 from tessera.train.planner.step_time import StepModel
-from tessera.train.planner.verify import default_processes, verify
 
 _DRY: Final = ("training.dry_run=true",)
 
@@ -27,16 +26,12 @@ _DRY: Final = ("training.dry_run=true",)
 def plan_run(
     words: Sequence[str],
     *,
-    verified: int = 5,
-    processes: int | None = None,
     note: Callable[[str], object] = str,
 ) -> Answer:
     """The best layouts for the run of a command line, on its ``runtime.target``.
 
     Args:
       words: As of ``tessera train``. What they set is not searched.
-      verified: How many layouts to compile for the target; 0 for none.
-      processes: How many compilers run side by side; None for one a core, up to four.
       note: Called with a line of what is going on.
 
     Raises:
@@ -54,19 +49,7 @@ def plan_run(
     found = search(space, model)
     if not found.best:
         raise _nothing_fits(found, target)
-    words = _line(words, space)
-    answer = Answer(target, space, tuple(words), found)
-    if not verified or not target.is_installed:
-        return answer
-    done = verify(
-        sorted(found.best, key=lambda each: not each.is_safe),
-        [*words, *_DRY],
-        target.machine.memory_bytes,
-        wanted=verified,
-        processes=processes or default_processes(),
-        note=lambda each: note(_progress(each)),
-    )
-    return replace(answer, verified=tuple(done))
+    return Answer(target, space, tuple(_line(words, space)), found)
 
 
 def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
@@ -132,11 +115,3 @@ def _nothing_fits(found: SearchResult, target: Target) -> PlanError:
         fix="use more devices, a machine with more memory, or a smaller model, batch "
         "or sequence",
     )
-
-
-def _progress(each: Candidate) -> str:
-    state = "" if each.is_safe else ": left out"
-    if each.problem:
-        state += f": {each.problem}"
-    memory = format_bytes(each.prediction.memory_bytes)
-    return f"compiled {describe(each.layout)}: {memory}{state}"

@@ -31,15 +31,12 @@ class Candidate:
     Attributes:
       layout: The layout.
       prediction: What is expected of it.
-      is_safe: Whether it fits by more than the error of a prediction of memory; of a
-        compiled one, whether it fits.
-      problem: Why the compiler gave no figures.
+      is_safe: Whether it fits by more than the error of a prediction of memory.
     """
 
     layout: Layout
     prediction: Prediction
     is_safe: bool
-    problem: str = ""
 
 
 @dataclass

@@ -42,8 +42,6 @@ class Prediction:
       overhead: Seconds of launching operations and steps.
       memory_bytes: The most memory of one device at any time.
       flops: Model FLOPs of the step, all devices together, without recomputation.
-      compiled: Whether the target's compiler gave the memory and the communication;
-        else all of it is estimated from shapes.
     """
 
     compute: float
@@ -52,7 +50,6 @@ class Prediction:
     overhead: float
     memory_bytes: int
     flops: float
-    compiled: bool = False
 
     @property
     def seconds(self) -> float:

@@ -43,7 +43,7 @@ def traced_before(monkeypatch, work):
 def answer(work) -> Answer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_time, "workload", lambda *_: work)
-        return plan_run(WORDS, verified=0)
+        return plan_run(WORDS)
 
 
 def test_the_command_line_trains_in_the_best_layout(answer):
@@ -96,7 +96,7 @@ def test_figures_of_a_row_belong_together(answer):
 @pytest.mark.usefixtures("traced_before")
 def test_what_the_command_line_sets_is_not_searched():
     fixed = plan_run(
-        [*WORDS, "training.remat=full", "model.mesh_shape=[[2,2],[dp,tp]]"], verified=0
+        [*WORDS, "training.remat=full", "model.mesh_shape=[[2,2],[dp,tp]]"],
     )
     assert {each.layout.remat for each in fixed.ranked} == {"full"}
     assert {frozenset(each.layout.mesh) for each in fixed.ranked} == {
@@ -107,11 +107,11 @@ def test_what_the_command_line_sets_is_not_searched():
 @pytest.mark.full
 @pytest.mark.usefixtures("traced_before")
 def test_a_setting_may_need_an_axis_that_the_plan_chooses():
-    found = plan_run([*WORDS, "training.pipeline_schedule=zero_bubble"], verified=0)
+    found = plan_run([*WORDS, "training.pipeline_schedule=zero_bubble"])
     pipelines = [each.layout for each in found.ranked if each.layout.schedule]
     assert pipelines
     assert {layout.schedule for layout in pipelines} == {"zero_bubble"}
-    staged = plan_run([*WORDS, "training.zero_stage=2"], verified=0)
+    staged = plan_run([*WORDS, "training.zero_stage=2"])
     assert {each.layout.zero_stage for each in staged.ranked} == {2}
 
 
@@ -119,14 +119,14 @@ def test_a_setting_may_need_an_axis_that_the_plan_chooses():
 @pytest.mark.usefixtures("traced_before")
 def test_a_batch_that_is_not_set_is_said():
     words = [word for word in WORDS if "global_batch" not in word]
-    found = plan_run(words, verified=0)
+    found = plan_run(words)
     assert found.space.global_batch_size == 4 * 8
     assert "training.global_batch_size is not set" in found.as_text()
 
 
 def test_a_plan_needs_a_target():
     with pytest.raises(TargetError, match=r"\[T711\] a plan needs the machine"):
-        plan_run(WORDS[:3], verified=0)
+        plan_run(WORDS[:3])
 
 
 @pytest.mark.full
@@ -136,7 +136,7 @@ def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
     text = (configs_dir() / "target" / "cpu.toml").read_text()
     file.write_text(text.replace("memory_bytes = 1073741824", "memory_bytes = 9000000"))
     with pytest.raises(PlanError) as caught:
-        plan_run([*WORDS[:3], f"runtime.target={file}:4"], verified=0)
+        plan_run([*WORDS[:3], f"runtime.target={file}:4"])
     message = str(caught.value)
     assert message.startswith("[T714] no layout of this run fits the memory of small:4")
     assert "with least memory: " in message
@@ -147,12 +147,12 @@ def test_a_model_that_fits_nowhere_says_what_it_takes(tmp_path):
 def test_a_batch_that_nothing_shares_says_why():
     words = [*WORDS[:2], "training.global_batch_size=5", "runtime.target=cpu:7"]
     with pytest.raises(PlanError, match=r"\[T714\] no layout on cpu:7 is legal"):
-        plan_run(words, verified=0)
+        plan_run(words)
 
 
 @pytest.mark.slow(reason="the one whole plan")
 def test_the_command_writes_what_it_is_asked_to(tmp_path, capsys):
-    assert main([*WORDS, "--verify=0", "--rows=2", f"--json={tmp_path}/plan.json"]) == 0
+    assert main([*WORDS, "--rows=2", f"--json={tmp_path}/plan.json"]) == 0
     assert "tessera train data=synthetic" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["devices"] == 4
 

@@ -38,7 +38,6 @@ KNOWN = {
     ("train/commands/doctor.py", "subprocess.run"): "python_command",
     ("train/commands/train.py", "subprocess.run"): "module_command",
     ("train/planner/auto_layout.py", "subprocess.run"): "python_command",
-    ("train/planner/verify.py", "subprocess.run"): "module_command",
     ("train/config/sweep.py", "subprocess.Popen"): "module_command",
     ("train/data/worker_process.py", "subprocess.Popen"): "module_command",
 }
