@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.jax_compat.workarounds import correct_options
 from tessera.ops.clipping import global_norm
-from tessera.train.loop.step import StepConfig, batch_spec
+from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop.train_state import TrainState, state_specs
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import NO_MESH

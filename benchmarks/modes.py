@@ -13,9 +13,10 @@ from typing import Any
 import by_hand
 
 from tessera.mesh import Mesh
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig
+from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
-from tessera.train.loop.step import StepConfig
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.named_models import config_of

@@ -20,9 +20,10 @@ import report  # noqa: E402
 from runs import Runner, prepared, random_batch  # noqa: E402
 
 from tessera.mesh import Mesh  # noqa: E402
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer  # noqa: E402
+from tessera.train.config.optimizer_config import AdamWConfig  # noqa: E402
+from tessera.train.config.step_config import StepConfig  # noqa: E402
+from tessera.train.loop.optimizers import make_optimizer  # noqa: E402
 from tessera.train.loop.pipelined_model import schedule_of  # noqa: E402
-from tessera.train.loop.step import StepConfig  # noqa: E402
 from tessera.train.models.decoder.decoder_model import DecoderModel  # noqa: E402
 from tessera.train.models.named_models import config_of  # noqa: E402
 from tessera.train.models.pipeline_stages import split_of  # noqa: E402

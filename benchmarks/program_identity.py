@@ -30,7 +30,8 @@ from runs import random_batch  # noqa: E402
 
 from tessera.graph.function import Function  # noqa: E402
 from tessera.graph.pass_runner import BACKEND_PASSES  # noqa: E402
-from tessera.train.loop.step import StepConfig, make_train_step  # noqa: E402
+from tessera.train.config.step_config import StepConfig  # noqa: E402
+from tessera.train.loop.step import make_train_step  # noqa: E402
 from tessera.train.loop.train_state import init_state  # noqa: E402
 
 NAMES = (*MESHES, "gpipe")

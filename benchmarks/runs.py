@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from tessera.graph.compile_stages import Compiled
 from tessera.graph.function import Function
 from tessera.graph.pass_runner import BACKEND_PASSES
-from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.config.step_config import StepConfig, batch_spec
+from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import TrainState, init_state
 
 

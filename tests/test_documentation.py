@@ -18,9 +18,9 @@ import tessera as ts
 from tessera import amp, arrays, dist, graph, nn, op
 from tessera.errors import TesseraError
 from tessera.foundations import dtypes
+from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import describe
-from tessera.train.loop.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

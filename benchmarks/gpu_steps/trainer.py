@@ -156,7 +156,7 @@ def batch_for(run: Any, rows: int, length: int) -> Any:
     import numpy as np
     from jax.sharding import NamedSharding
 
-    from tessera.train.loop.step import batch_spec
+    from tessera.train.config.step_config import batch_spec
 
     shape = (1, rows, length)
     words = run.model.config.vocab_size

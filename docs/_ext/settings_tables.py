@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable, Iterator
 
 from tessera.train.config.help_text import group_settings
+from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig
-from tessera.train.loop.optimizers import OPTIMIZERS
 
 GROUPS = {
     "model": ModelConfig,

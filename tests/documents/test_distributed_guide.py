@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, op
+from tessera.train.config.optimizer_config import scaled_learning_rate
 from tessera.train.data import EpochSampler
-from tessera.train.loop.optimizers import scaled_learning_rate
 
 MESH = dist.Mesh(axes=["dp"], devices=range(8))
 DRAW = np.random.default_rng(0)

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import tessera as ts
+from tessera.train.config.optimizer_config import AdamWConfig
 from tessera.train.loop.deterministic_numerics import FixedOrder
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.loop.optimizers import make_optimizer
 from tests.fuzz.layer_chains import drawn_arrays, drawn_loss
 from tests.fuzz.test_deterministic_steps import DEVICES, random_mesh
 from tests.train.loop.test_deterministic_numerics import mesh_of

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import tessera as ts
-from tessera.train.loop.step import StepConfig, make_train_step
+from tessera.train.config.step_config import StepConfig
+from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import abstract_state, init_state
 from tessera.train.models import DecoderConfig, DecoderModel
 

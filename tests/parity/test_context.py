@@ -18,13 +18,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
-from tessera.train.loop.step import (
-    StepConfig,
-    batch_spec,
-    make_eval_step,
-    make_train_step,
-)
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig, batch_spec
+from tessera.train.loop.optimizers import make_optimizer
+from tessera.train.loop.step import make_eval_step, make_train_step
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderConfig, DecoderModel
 from tests.parity.plain_training import summed_loss, train_on_one_device

@@ -18,9 +18,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig, batch_spec
+from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
-from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderModel, config_of
 from tessera.train.models.decoder.expert_mlp import ROUTER_METRICS

@@ -30,14 +30,11 @@ from tessera.graph.jit import function
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
 from tessera.tracing.scope import current_plan, set_plan
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig, batch_spec
+from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
-from tessera.train.loop.step import (
-    StepConfig,
-    batch_spec,
-    make_eval_step,
-    make_train_step,
-)
+from tessera.train.loop.step import make_eval_step, make_train_step
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderConfig, DecoderModel
 from tessera.train.models.pipeline_stages import split_of

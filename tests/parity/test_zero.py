@@ -21,9 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.analysis.inspection import inspect
 from tessera.mesh import Mesh
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig, batch_spec
+from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
-from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import init_state, state_specs
 from tessera.train.models import DecoderConfig, DecoderModel
 from tessera.train.models.pipeline_stages import split_of

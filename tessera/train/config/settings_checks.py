@@ -28,7 +28,7 @@ from tessera.train.config.run_config import (
 )
 from tessera.train.config.setting_conflicts import conflicts, numerics_problems
 from tessera.train.config.setting_fields import as_yaml, collected, problems_of
-from tessera.train.data import data_config as data_config
+from tessera.train.data import data_config
 from tessera.train.loop.precision import precision_of
 
 # More than any machine has.

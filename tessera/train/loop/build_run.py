@@ -25,6 +25,7 @@ from tessera.train.config.layout_checks import build_model
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.setting_conflicts import numerics_problems
 from tessera.train.config.setting_fields import raise_all
+from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.data import Corpus, load
 from tessera.train.data.tokenization import tokenizer_fingerprint
 from tessera.train.data.vocabulary import check_tokens
@@ -38,13 +39,7 @@ from tessera.train.loop.host_data_sharding import HostShard
 from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
 from tessera.train.loop.spikes import SpikeGuard
-from tessera.train.loop.step import (
-    StepConfig,
-    batch_spec,
-    layouts_of_state,
-    make_eval_step,
-    make_train_step,
-)
+from tessera.train.loop.step import layouts_of_state, make_eval_step, make_train_step
 from tessera.train.loop.train_state import TrainState, abstract_state
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement

@@ -16,18 +16,15 @@ from jaxtyping import Array, Float
 
 from tessera.foundations.tree import Tree
 from tessera.ops import clipping
-from tessera.train.config.optimizer_config import OPTIMIZERS as OPTIMIZERS
-from tessera.train.config.optimizer_config import SCALINGS as SCALINGS
-from tessera.train.config.optimizer_config import SCHEDULES as SCHEDULES
-from tessera.train.config.optimizer_config import AdafactorConfig as AdafactorConfig
-from tessera.train.config.optimizer_config import AdamConfig as AdamConfig
-from tessera.train.config.optimizer_config import AdamWConfig as AdamWConfig
-from tessera.train.config.optimizer_config import LionConfig as LionConfig
-from tessera.train.config.optimizer_config import OptimizerConfig as OptimizerConfig
-from tessera.train.config.optimizer_config import SgdConfig as SgdConfig
-from tessera.train.config.optimizer_config import check as check
 from tessera.train.config.optimizer_config import (
-    scaled_learning_rate as scaled_learning_rate,
+    AdafactorConfig,
+    AdamConfig,
+    AdamWConfig,
+    LionConfig,
+    OptimizerConfig,
+    SgdConfig,
+    check,
+    scaled_learning_rate,
 )
 from tessera.train.config.setting_fields import raise_all
 

@@ -20,8 +20,7 @@ from tessera.graph.function import Function
 from tessera.graph.jit import function
 from tessera.ops.clipping import global_norm
 from tessera.ops.loss_scale import LossScale
-from tessera.train.config.step_config import StepConfig as StepConfig
-from tessera.train.config.step_config import batch_spec as batch_spec
+from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop.gradients import mean_gradients
 from tessera.train.loop.optimizer_offload import to_device, to_host
 from tessera.train.loop.train_state import TrainState, state_specs

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tessera.mesh import Mesh
+from tessera.train.config.optimizer_config import AdamWConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.optimizers import AdamWConfig
 from tessera.train.loop.train_state import TrainState
 from tessera.train.models import DecoderConfig
 

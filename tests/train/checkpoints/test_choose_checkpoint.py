@@ -17,8 +17,8 @@ from tessera.train.checkpoints.choose_checkpoint import changed_settings, choose
 from tessera.train.checkpoints.manifest import LAST, NAME
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
+from tessera.train.config.optimizer_config import SgdConfig
 from tessera.train.data.cursor import Cursor
-from tessera.train.loop.optimizers import SgdConfig
 
 CONFIG = "training:\n  steps: 8\n  resume: none\nmodel: {name: small}\n"
 

@@ -16,8 +16,8 @@ from tessera.train.checkpoints.checkpoint_folder import Checkpoint, read_checkpo
 from tessera.train.checkpoints.metadata import Stored
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
+from tessera.train.config.optimizer_config import AdafactorConfig, SgdConfig
 from tessera.train.data.cursor import Cursor
-from tessera.train.loop.optimizers import AdafactorConfig, SgdConfig
 
 CURSOR = Cursor(12, {"text": "a", "seed": 0})
 

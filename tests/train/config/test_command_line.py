@@ -21,6 +21,7 @@ from tessera.train.config.config_schema import (
     settings_of_text,
     typed,
 )
+from tessera.train.config.optimizer_config import OPTIMIZERS, AdamWConfig
 from tessera.train.config.run_config import (
     Config,
     ModelConfig,
@@ -29,7 +30,6 @@ from tessera.train.config.run_config import (
 )
 from tessera.train.config.setting_fields import as_yaml, problems_of
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
-from tessera.train.loop.optimizers import OPTIMIZERS, AdamWConfig
 from tessera.train.models.axis_rules import RULES
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, definition_of

@@ -7,6 +7,7 @@ import pytest
 
 from tessera import errors
 from tessera.mesh import Mesh
+from tessera.train.config.optimizer_config import SgdConfig
 from tessera.train.config.run_config import (
     Config,
     RuntimeConfig,
@@ -14,7 +15,6 @@ from tessera.train.config.run_config import (
 )
 from tessera.train.config.setting_fields import as_yaml
 from tessera.train.data.data_config import DataConfig
-from tessera.train.loop.optimizers import SgdConfig
 from tests.train.config.small_settings import TINY, check, settings
 
 

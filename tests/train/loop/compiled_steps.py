@@ -13,15 +13,10 @@ from jax.sharding import NamedSharding
 
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
-from tessera.train.loop.optimizers import (
-    AdamWConfig,
-    make_optimizer,
-)
-from tessera.train.loop.step import (
-    StepConfig,
-    batch_spec,
-    make_train_step,
-)
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig, batch_spec
+from tessera.train.loop.optimizers import make_optimizer
+from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import (
     TrainState,
     init_state,

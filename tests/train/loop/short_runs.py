@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.mesh import Mesh
+from tessera.train.config.optimizer_config import AdamWConfig
 from tessera.train.config.run_config import (
     Config,
     ModelConfig,
@@ -19,7 +20,6 @@ from tessera.train.data.data_config import DataConfig, SyntheticConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console
 from tessera.train.loop.metrics import MetricWriter
-from tessera.train.loop.optimizers import AdamWConfig
 from tessera.train.loop.run_folder import open_run_folder
 from tessera.train.loop.train_state import TrainState
 from tessera.train.loop.training_loop import Trainer

@@ -17,10 +17,10 @@ from tessera.errors import (
     VocabularyError,
 )
 from tessera.mesh import Mesh
+from tessera.train.config.optimizer_config import AdamWConfig, SgdConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.optimizers import AdamWConfig, SgdConfig
 from tests.small_model import SMALL
 
 CONFIG = SMALL

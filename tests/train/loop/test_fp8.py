@@ -18,9 +18,9 @@ from tessera.errors import SettingConflictError
 from tessera.graph.jit import function
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
+from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.pipelined_model import schedule_of
-from tessera.train.loop.step import StepConfig, batch_spec
 from tessera.train.models import DecoderModel
 from tessera.train.models.pipeline_stages import split_of
 from tests.train.config.command_lines import composed

@@ -15,10 +15,10 @@ import pytest
 from tessera.errors import SettingValueError
 from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
+from tessera.train.config.optimizer_config import SgdConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.optimizers import SgdConfig
 from tessera.train.loop.run_summary import run_rows
 from tessera.train.loop.train_state import init_state
 from tests.small_model import SMALL

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tessera.train.config.optimizer_config import AdafactorConfig, AdamWConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.config.settings_checks import check
-from tessera.train.loop.optimizers import AdafactorConfig, AdamWConfig
 from tessera.train.models.named_models import config_of
 
 

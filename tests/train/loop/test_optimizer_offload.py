@@ -24,9 +24,11 @@ from tessera.graph.lower.lower_to_jit import jitted
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop import optimizer_offload
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
-from tessera.train.loop.step import StepConfig, batch_spec, make_train_step
+from tessera.train.loop.optimizers import make_optimizer
+from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderModel
 from tests.small_model import SMALL

@@ -13,7 +13,7 @@ import pytest
 
 from tessera import errors
 from tessera.ops.clipping import global_norm
-from tessera.train.loop.optimizers import (
+from tessera.train.config.optimizer_config import (
     OPTIMIZERS,
     AdafactorConfig,
     AdamConfig,
@@ -22,6 +22,8 @@ from tessera.train.loop.optimizers import (
     OptimizerConfig,
     SgdConfig,
     check,
+)
+from tessera.train.loop.optimizers import (
     clip_by_global_norm,
     decay_mask,
     make_optimizer,

@@ -18,16 +18,9 @@ from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
 from tessera.tracing.casts import PARAMETER_CAST
-from tessera.train.loop.optimizers import (
-    AdafactorConfig,
-    AdamWConfig,
-    make_optimizer,
-    make_schedule,
-)
-from tessera.train.loop.step import (
-    make_eval_step,
-    make_train_step,
-)
+from tessera.train.config.optimizer_config import AdafactorConfig, AdamWConfig
+from tessera.train.loop.optimizers import make_optimizer, make_schedule
+from tessera.train.loop.step import make_eval_step, make_train_step
 from tessera.train.loop.train_state import (
     TrainState,
     abstract_state,

@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec as P
 from tessera.errors import AbstractMeshError
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
-from tessera.train.loop.optimizers import (
+from tessera.train.config.optimizer_config import (
     AdafactorConfig,
     AdamConfig,
     AdamWConfig,
     LionConfig,
     OptimizerConfig,
     SgdConfig,
-    make_optimizer,
 )
+from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.train_state import (
     TrainState,
     abstract_state,

@@ -14,6 +14,7 @@ import pytest
 
 from tessera.analysis.flops import count
 from tessera.errors import LossScaleError
+from tessera.train.config.optimizer_config import SgdConfig
 from tessera.train.config.run_config import (
     ModelConfig,
     RuntimeConfig,
@@ -24,7 +25,6 @@ from tessera.train.data.data_config import DataConfig, SourceConfig
 from tessera.train.loop import step_metrics
 from tessera.train.loop.console import Console
 from tessera.train.loop.metrics import MetricWriter
-from tessera.train.loop.optimizers import SgdConfig
 from tessera.train.loop.training_loop import Trainer
 from tests.train.loop.short_runs import (
     CONFIG,

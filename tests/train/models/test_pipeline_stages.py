@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from tessera.analysis.inspection import inspect
 from tessera.errors import PipelineSizeError
 from tessera.mesh import Mesh
-from tessera.train.loop.optimizers import AdamWConfig, make_optimizer
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.train_state import init_state
 from tessera.train.models import DecoderConfig, DecoderModel
 from tessera.train.models.pipeline_stages import StageSplit
