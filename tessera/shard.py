@@ -166,6 +166,10 @@ class DistTensor:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         return getattr(self.__jax_array__(), name)
 
+    def block_until_ready(self) -> jax.Array:
+        """Wait until the array is computed, and return it."""
+        return self.__jax_array__().block_until_ready()
+
     def __getitem__(self, index: Any) -> jax.Array:
         return self.__jax_array__()[index]
 

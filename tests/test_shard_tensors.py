@@ -29,6 +29,10 @@ def fan_out(key, shape, dtype):
 # --- declared and made
 
 
+def test_a_tensor_is_waited_for():
+    assert tensor((4,), init="ones").block_until_ready().tolist() == [1, 1, 1, 1]
+
+
 def test_a_table_larger_than_the_machine_is_declared_and_planned():
     mesh = Mesh(axes=["tp", "dp"], devices=[[0, 1, 2, 3], [4, 5, 6, 7]])
     table = tensor(
