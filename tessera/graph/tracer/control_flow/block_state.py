@@ -18,6 +18,7 @@ from tessera.graph.tracer.control_flow.own_objects import (
     ABSENT,
     TREES,
     VALUE,
+    attributes,
     change_error,
     content,
     differences,
@@ -96,8 +97,9 @@ class State:
         trees = [value for value in own if isinstance(value, TREES)]
         self._targets = [*(cell for _, cell in named.values()), *trees]
         self._ids = {id(target) for target in self._targets}
-        others = [v for v in own if is_compared(v) and not isinstance(v, TREES)]
-        self._others = [(value, content(value)) for value in others]
+        # Of a dict or list of a class with attributes, only the entries are merged.
+        others = [(v, attributes if isinstance(v, TREES) else content) for v in own]
+        self._others = [(v, read, read(v)) for v, read in others if is_compared(v)]
 
     def read(self) -> Contents:
         """What every variable, dict and list holds."""
@@ -139,9 +141,10 @@ class State:
 
     def require_others_unchanged(self, what: str) -> None:
         """Raise [T319] where code that is not converted has changed another object."""
-        for value, held in self._others:
-            if differences(held, content(value)):
-                raise change_error(value, f"an object in {what} is changed")
+        for value, read, held in self._others:
+            if differences(held, read(value)):
+                change = f"an object in {what} is changed"
+                raise change_error(value, change, of_block=True)
 
     def holds(self, target: Any) -> bool:
         """Whether it is a dict or list that the call has made before the block."""

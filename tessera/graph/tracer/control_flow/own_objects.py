@@ -77,15 +77,20 @@ def content(target: Any) -> dict[Any, Any]:
     if isinstance(target, _BUFFERS):
         return {VALUE: bytes(target)}
     if not isinstance(target, CellType):
-        return _attributes(target)
+        return attributes(target)
     try:
         return {VALUE: target.cell_contents}
     except ValueError:  # not assigned yet
         return {}
 
 
-def _attributes(target: Any) -> dict[str, Any]:
-    """The attributes of an object, in ``__dict__`` and in slots."""
+def attributes(target: Any) -> dict[str, Any]:
+    """The attributes of an object, in ``__dict__`` and in slots.
+
+    A dict that is its own ``__dict__`` has only entries.
+    """
+    if getattr(target, "__dict__", None) is target:
+        return {}
     state: Any = object.__getstate__(target)
     parts = state if isinstance(state, tuple) else (state,)
     return {name: part[name] for part in parts if part for name in part}
@@ -286,9 +291,11 @@ def in_place(value: Any, name: str) -> None:
         written(value, name)
 
 
-def change_error(value: Any, change: str) -> ControlFlowError:
+def change_error(
+    value: Any, change: str, *, of_block: bool = False
+) -> ControlFlowError:
     """The error [T319] for a change of what converted code may not change."""
-    if isinstance(value, TREES):
+    if isinstance(value, TREES) and not of_block:
         got = "is global, closed over or a library's, or one of two that a branch "
         got += "chose between"
     else:

@@ -51,6 +51,38 @@ def test_dicts_keep_the_order_of_their_keys():
     assert found == [[8, 6, 2], [2, 4, 2]]
 
 
+class Rows(list):
+    total = 0.0
+
+
+class OwnAttributes(dict):
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+def test_attributes_of_a_list_from_before_are_not_changed_in_a_branch():
+    def function(x, flag):
+        rows = Rows()
+        rows.total = 0.0
+        if flag:
+            rows.total = 1.0
+        return x + rows.total
+
+    with pytest.raises(ControlFlowError, match="a Rows that is"):
+        ts.function(function)(X, YES)
+
+
+def test_a_dict_whose_entries_are_attributes_is_merged():
+    def function(x, flag):
+        table = OwnAttributes(loss=x)
+        if flag:
+            table.loss = x * 3.0
+        return table["loss"]
+
+    assert [float(value) for value in both(function, X)] == [6, 2]
+
+
 class Slots:
     __slots__ = ("n",)
 
