@@ -218,10 +218,10 @@ class _PipelineConfig:
         assert here is not None, "a step is being traced"
         if here.plan.rounds_alike:
             raise SettingConflictError(
-                "a pipeline divides a function over a mesh, and with deterministic "
-                "numerics every device computes all of it",
+                "a pipeline sums in an order that depends on the mesh, and a step with "
+                "deterministic numerics in none that does",
                 got=f"pipeline {getattr(body, '__name__', 'pipeline')!r}",
-                fix="call the stages without a pipeline, or leave numerics fast",
+                fix="call the stages without a pipeline, or set training.numerics=fast",
             )
         mesh = mesh or here.mesh
         if mesh is None:
