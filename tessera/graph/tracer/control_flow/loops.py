@@ -5,14 +5,13 @@ How often a loop turns must be known; whether a ``break`` or ``return`` is met m
 traced. For as many turns as the program decides there is ``jax.lax.while_loop``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.block_state import State
 from tessera.graph.tracer.control_flow.branches import choose
 from tessera.graph.tracer.control_flow.merge_points import describe
-from tessera.graph.tracer.control_flow.own_objects import is_iterator
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.jax_compat import jaxprs
 
@@ -52,7 +51,7 @@ def for_stmt(
                 break
             body(item)
             continue
-        if is_iterator(iterated):
+        if isinstance(iterated, Iterator):
             raise ControlFlowError(
                 f"an iterator is left by a `break` or `return` at {user_line()}, "
                 "which is only known when the program runs",

@@ -272,7 +272,24 @@ def test_a_loop_over_rows_may_move_on_an_iterator():
     assert float(weighted(X, jnp.arange(3.0))) == 2 + 2 + 6
 
 
+class Countdown:
+    """An iterator whose position is an attribute."""
+
+    def __init__(self):
+        self.left = 3
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return float(self.left)
+
+
 LEFT = {
+    "an object of the user's": Countdown,
     "iter": lambda: iter([1.0, 2.0, 3.0]),
     "a generator": lambda: (i + 1.0 for i in range(3)),
     "map": lambda: map(float, [1, 2, 3]),
