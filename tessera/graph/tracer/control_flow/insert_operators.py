@@ -203,6 +203,10 @@ class InsertOperators(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """``a is b``; the parts of ``a < b < c`` are decided by Python."""
+        if len(node.ops) > 1 and any(
+            isinstance(o, ast.Is | ast.IsNot) for o in node.ops
+        ):
+            raise Unconvertible("it has `is` in a comparison of several parts")
         self.generic_visit(node)
         return _identity(node) if len(node.ops) == 1 else node
 

@@ -182,6 +182,17 @@ def test_what_is_returned_early_has_the_changes_of_its_way():
     assert [float(v["n"]) for v in both(function, X)] == [20, 3]
 
 
+def test_a_chain_with_is_is_not_converted():
+    @ts.function
+    def function(x):
+        first, second = {"a": x}, {"a": -x}
+        one = first if x > 0 else second
+        return x if one is first is first else -x
+
+    with pytest.raises(ControlFlowError, match="`is` in a comparison"):
+        function(X)
+
+
 def test_whether_a_merged_container_is_another_one_is_refused():
     @ts.function
     def function(x, flag):
