@@ -176,7 +176,7 @@ class TimedSteps:
         elif opcode.endswith("-done"):
             yield Wait(_end_key(computation, instruction))
         elif opcode in _COPIES:
-            yield Start(instruction.name, self._copy(computation, instruction))
+            yield Start(instruction.name, self._copy(instruction))
         elif transfer := self._collectives.transfer(computation, instruction):
             yield Start(instruction.name, transfer)
             if opcode == transfer.kind:
@@ -266,7 +266,7 @@ class TimedSteps:
                 Transfer(instruction, COMPUTATION, (), 0, seconds, links),
             )
 
-    def _copy(self, computation: Computation, instruction: Instruction) -> Transfer:
+    def _copy(self, instruction: Instruction) -> Transfer:
         """A copy between memories: what it copies is the second part of its result."""
         nbytes = sum(shape.nbytes for shape in instruction.elements[1])
         rate, links = self._target.machine.memory_rate, COPY
