@@ -225,7 +225,10 @@ def _unseen(found: str) -> TargetError:
     )
 
 
-_FIX: Final = "name the machine: runtime.target=h100:2x8, or a file with its figures"
+_FIX: Final = (
+    "name the machine, runtime.target=h100:2x8, or a target file of your own, "
+    "runtime.target=./cluster.toml:2x8"
+)
 
 
 def main() -> int:

@@ -213,7 +213,7 @@ def test_devices_without_a_file_are_refused(monkeypatch):
     with pytest.raises(TargetError) as caught:
         with_layout(WORDS)
     assert "no target has devices of the kind 'Abacus 9'" in str(caught.value)
-    assert "or a file with its figures" in str(caught.value)
+    assert "runtime.target=./cluster.toml:2x8" in caught.value.fix
 
 
 def test_devices_become_a_target(monkeypatch):
