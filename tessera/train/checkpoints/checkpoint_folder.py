@@ -289,8 +289,8 @@ def clean_up(root: Path, resumed_step: int | None) -> list[str]:
             if step > (resumed_step or 0):
                 renamed = quarantine(path, _REPLACED)
                 actions.append(
-                    f"the checkpoint of step {step} is later than the start of this "
-                    f"run and was renamed to {renamed.name}"
+                    f"the checkpoint of step {step} is later than step "
+                    f"{resumed_step or 0} and was renamed to {renamed.name}"
                 )
         elif _has_no_arrays(path):
             _delete(path)

@@ -31,6 +31,7 @@ from tessera.train.checkpoints.checkpoint_folder import (
 from tessera.train.checkpoints.manifest import LAST
 from tessera.train.checkpoints.metadata import Metadata, read_metadata
 from tessera.train.checkpoints.restore_arrays import Restoration
+from tessera.train.config.config_schema import rename_settings
 from tessera.train.config.setting_fields import walk
 from tessera.train.data import Corpus
 from tessera.train.files.bounded_yaml import parse_yaml
@@ -152,8 +153,10 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
     The settings of resuming itself are expected to differ and are left out.
     """
     try:
-        old, new = (dict(walk(parse_yaml(text))) for text in (before, now))
-    except ValueError:
+        written = parse_yaml(before)
+        rename_settings(written)
+        old, new = dict(walk(written)), dict(walk(parse_yaml(now)))
+    except (ValueError, AttributeError):
         yield "the configuration in the checkpoint is malformed"
         return
     for name in sorted(old.keys() | new.keys()):

@@ -101,7 +101,7 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
-        _rename(values)
+        rename_settings(values)
         model = values["model"].get("definition", DECODER)
         config = schema(definition_of(model))
         cls = OPTIMIZERS[values["optimizer"]["name"]]
@@ -114,12 +114,19 @@ def settings_of_text(text: str) -> Config:
         raise ValueError(next(iter(str(error).splitlines()), name)) from error
 
 
-def _rename(values: dict[str, Any]) -> None:
-    """Drop settings of earlier versions, and give others their present names."""
+def rename_settings(values: dict[str, Any]) -> None:
+    """Drop settings of earlier versions, and give others their present names.
+
+    Args:
+      values: A configuration by groups, as it was written; changed in place.
+
+    Raises:
+      AttributeError: A group is no dict.
+    """
     for group, names in _GONE.items():
         for name in names:
-            values[group].pop(name, None)
-    training, model = values["training"], values["model"]
+            values.get(group, {}).pop(name, None)
+    training, model = values.get("training", {}), values.get("model", {})
     if model.get("capacity_factor", 0) is None:  # another number made another model
         del model["capacity_factor"]
     if "microshards" in training:

@@ -102,7 +102,8 @@ class StepVerification:
             "a step cannot be repeated: a device computes wrong values",
             got=f"step {step}: {found}",
             fix="take the device out, or its machine, and start the same command with "
-            "training.resume=auto: it goes on from the last verified checkpoint",
+            "training.resume=auto: it goes on from the last verified checkpoint, "
+            "or where this run began",
         )
 
     @property

@@ -109,8 +109,7 @@ def test_what_is_unfinished_is_removed_and_what_is_later_is_kept(tmp_path):
     write(tmp_path, 8, complete=False)
     shutil.rmtree(write(tmp_path, 10, complete=False) / "state")
     assert prepare_root(tmp_path, 4, 0) == [
-        "the checkpoint of step 6 is later than the start of this run and was renamed "
-        "to 6.replaced",
+        "the checkpoint of step 6 is later than step 4 and was renamed to 6.replaced",
         f"the checkpoint of step 8 has no {NAME}; it does not count and was renamed "
         "to 8.unfinished",
         "removed the unfinished checkpoint of step 10",
