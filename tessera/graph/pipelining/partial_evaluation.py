@@ -9,9 +9,12 @@ its operands come from. So the choice is made here, for each value, and passed t
 ``checkpoint_name``: exactly the named values are saved, all others are recomputed.
 
 Every value that the known program computes may be a residual, and is one if the unknown
-program reads it, except for what an elementwise operation computes from operands of
-fewer bytes, or of as many unless it is transcendental: ``tanh`` and the like are slow,
-and their bits depend on what XLA fuses them with.
+program reads it, except that:
+
+- What depends on the shared inputs alone, which both programs have, is recomputed.
+- So is what an elementwise operation computes from operands of fewer bytes, or of as
+  many unless it is transcendental: ``tanh`` and the like are slow, and their bits
+  depend on what XLA fuses them with.
 
 In return the known program computes what only the unknown one needs if that makes a
 residual smaller: a sum, for the gradient of a bias or a scale; a product of two values.
@@ -27,16 +30,19 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from tessera.foundations.primitive_properties import (
     ARITHMETIC,
     BROADCASTS,
+    EXPENSIVE,
     RESHAPES,
 )
 from tessera.graph.rewriting import (
+    Environment,
     bind_with_nested,
-    interpret,
+    contains_inside,
     variables,
 )
 from tessera.jax_compat import jaxprs, primitives
@@ -44,6 +50,7 @@ from tessera.jax_compat import jaxprs, primitives
 Variables: TypeAlias = set[Any]
 
 RESIDUAL = "tessera_residual"
+_BARRIER = "optimization_barrier"
 _ELEMENTWISE = (
     RESHAPES
     | BROADCASTS
@@ -92,10 +99,10 @@ def split_outputs(
       is_known: For each output, whether the known program computes it.
       is_shared: For each input, whether the unknown program takes it, too.
     """
-    known = _computed(
-        jaxprs.without_dead_code(program, outputs=is_known, keep_inputs=True)
-    )
-    naming = _Naming(known, set(known), set())
+    known = jaxprs.without_dead_code(program, outputs=is_known, keep_inputs=True)
+    inputs = zip(jaxprs.inputs(program), is_shared, strict=True)
+    shared = {variable for variable, is_shared in inputs if is_shared}
+    naming = _Naming(_computed(known), shared, set(jaxprs.inputs(program)), set())
 
     def run(*values: Any) -> list[Any]:
         return naming.interpret(program, values)
@@ -115,67 +122,125 @@ class _Naming:
 
     Attributes:
       known: What the known program computes.
+      shared: What depends on shared inputs alone, and is quick to compute.
       available: What the known program has, or could have by elementwise operations.
-      carried: What loops of the known program carry, in their bodies.
+      residuals: What is named.
     """
 
     known: Variables
+    shared: Variables
     available: Variables
-    carried: Variables
+    residuals: Variables
 
     def interpret(self, program: jaxprs.Program, values: Sequence[Any]) -> list[Any]:
         """The results of a program, or of the body of a loop, with values named."""
-        inputs = jaxprs.inputs(program)
-        self.available.update(inputs)
-        values = [
-            checkpoint_name(value, RESIDUAL) if variable in self.carried else value
-            for variable, value in zip(inputs, values, strict=True)
-        ]
-        return interpret(program, values, self._apply)
+        self.shared |= set(jaxprs.constant_inputs(program))
+        env = Environment(
+            program, list(map(self._named, jaxprs.inputs(program), values))
+        )
+        for equation in jaxprs.equations(program):
+            operands = [env.read(atom) for atom in equation.invars]
+            if equation.primitive.name == "scan":
+                results = self._interpret_loop(_Loop(equation), operands)
+            elif equation.primitive.name == _BARRIER:
+                results = self._interpret_barrier(equation, operands)
+            else:
+                self._classify(equation)
+                if equation.effects:  # JAX repeats those of values that are not saved
+                    operands = [checkpoint_name(x, RESIDUAL) for x in operands]
+                results = jaxprs.bind(equation, operands)
+            env.write(equation.outvars, map(self._named, equation.outvars, results))
+        return [env.read(atom) for atom in jaxprs.outputs(program)]
 
-    def _apply(self, equation: jaxprs.Equation, operands: Sequence[Any]) -> list[Any]:
-        is_loop = equation.primitive.name == "scan"
-        is_residual = is_loop or self._is_residual(equation)
-        if is_loop:
-            results = self._interpret_loop(equation, operands)
-        else:
-            if equation.effects:  # JAX repeats those of values that are not saved
-                operands = [checkpoint_name(x, RESIDUAL) for x in operands]
-            results = jaxprs.bind(equation, operands)
-        if not is_residual:
-            return results
-        return [
-            checkpoint_name(value, RESIDUAL) if variable in self.available else value
-            for variable, value in zip(equation.outvars, results, strict=True)
-        ]
+    def _named(self, variable: Any, value: Any) -> Any:
+        is_residual = variable in self.residuals
+        return checkpoint_name(value, RESIDUAL) if is_residual else value
 
-    def _interpret_loop(
-        self, loop: jaxprs.Equation, operands: Sequence[Any]
-    ) -> list[Any]:
-        body, (consts, carries) = primitives.body(loop), jaxprs.scan_sizes(loop)
-        inputs = jaxprs.inputs(body)[consts : consts + carries]
-        finals = zip(inputs, loop.outvars[:carries], strict=True)
-        self.carried |= {before for before, final in finals if final in self.known}
-        results = bind_with_nested(loop, operands, self.interpret)
-        for atom, result in zip(jaxprs.outputs(body), loop.outvars, strict=True):
-            # Computed again, it would be in a loop of its own.
-            if not isinstance(atom, jaxprs.Literal) and atom in self.available:
-                self.available.add(result)
-        return results
-
-    def _is_residual(self, equation: jaxprs.Equation) -> bool:
-        """Whether the available results of an equation may be residuals."""
+    def _classify(self, equation: jaxprs.Equation) -> None:
         operands, results = set(variables(equation.invars)), set(equation.outvars)
         is_elementwise = equation.primitive.name in _ELEMENTWISE
-        read, computed = _nbytes(operands), _nbytes(results)
+        is_free = not equation.effects and not _is_expensive(equation)
+        if is_free and operands <= self.shared:
+            self.shared |= results
+            return
+        extra, saved = _nbytes(operands - self.shared), _nbytes(results)
         if not self.known.isdisjoint(results):
+            self.available |= results
             is_slow = equation.primitive.name in _TRANSCENDENTAL
-            return not (is_elementwise and read + is_slow <= computed)
-        is_early = is_elementwise or equation.primitive.name == "reduce_sum"
-        if not is_early or not operands <= self.available:
-            return False
-        self.available |= results
-        return computed < read
+            is_cheap = is_elementwise and extra + is_slow <= saved
+            self.residuals |= set() if is_cheap else results
+        elif is_elementwise or equation.primitive.name == "reduce_sum":
+            is_available = operands <= self.available | self.shared
+            self.available |= results if is_available else set()
+            self.residuals |= results if is_available and saved < extra else set()
+
+    def _interpret_loop(self, loop: "_Loop", operands: Sequence[Any]) -> list[Any]:
+        for same in (self.shared, self.available):
+            same |= {v for v, x in loop.operands.items() if _is_among(x, same)}
+        carries = [c for c in loop.carries if c.final in self.known]
+        carried = {v for c in carries for v in (c.before, c.final)}
+        self.available |= carried
+        self.residuals |= carried
+        results = bind_with_nested(loop.equation, operands, self.interpret)
+        for number, (atom, y) in enumerate(loop.ys, len(loop.carries)):
+            if not isinstance(atom, jaxprs.Literal) and atom in loop.slices:
+                # A stack of slices that exists needs no loop.
+                results[number] = operands[loop.slices[atom]]
+            if _is_among(atom, self.shared):
+                self.shared.add(y)
+            elif y in self.known or atom in self.available:
+                # Computed again, it would be in a loop of its own.
+                self.available.add(y)
+                self.residuals.add(y)
+        return results
+
+    def _interpret_barrier(
+        self, equation: jaxprs.Equation, operands: Sequence[Any]
+    ) -> list[Any]:
+        """A barrier for shared values and one for others, each as a whole."""
+        results: dict[int, Any] = {}
+        for side in (False, True):
+            own = [
+                number
+                for number, atom in enumerate(equation.invars)
+                if _is_among(atom, self.shared) == side
+            ]
+            passing = {equation.outvars[number] for number in own}
+            if side:
+                self.shared |= passing
+            self.available |= passing & self.known
+            self.residuals |= passing & self.known - self.shared
+            with jaxprs.source_context(equation):
+                passed = lax.optimization_barrier([operands[number] for number in own])
+            results.update(zip(own, passed, strict=True))
+        return [results[number] for number in range(len(operands))]
+
+
+@dataclass(frozen=True)
+class _Carry:
+    """One carry of a loop: its variables in the loop's body and outside."""
+
+    before: jaxprs.Atom
+    final: jaxprs.Atom
+
+
+class _Loop:
+    """The inputs and outputs of a ``scan`` and of its body, side by side."""
+
+    def __init__(self, equation: jaxprs.Equation) -> None:
+        self.equation = equation
+        body, results = primitives.body(equation), equation.outvars
+        inputs, outputs = jaxprs.inputs(body), jaxprs.outputs(body)
+        consts, carries = jaxprs.scan_sizes(equation)
+        xs = consts + carries
+        self.carries = list(map(_Carry, inputs[consts:xs], results[:carries]))
+        self.ys = list(zip(outputs[carries:], results[carries:], strict=True))
+        self.slices = {v: number for number, v in enumerate(inputs) if number >= xs}
+        self.operands = {
+            v: equation.invars[number]
+            for number, v in enumerate(inputs)
+            if not consts <= number < xs
+        }
 
 
 # --- equations and variables
@@ -189,6 +254,17 @@ def _computed(program: jaxprs.Program) -> Variables:
         if equation.primitive.name == "scan":
             computed |= _computed(primitives.body(equation))
     return computed
+
+
+def _is_expensive(equation: jaxprs.Equation) -> bool:
+    """Whether an equation is a matmul or a kernel, or has one inside."""
+    is_one = equation.primitive.name in EXPENSIVE
+    return is_one or contains_inside(equation, _is_expensive)
+
+
+def _is_among(atom: jaxprs.Atom, variables: Variables) -> bool:
+    """Whether a value is a literal or one of some variables."""
+    return isinstance(atom, jaxprs.Literal) or atom in variables
 
 
 def _nbytes(variables: Iterable[Any]) -> int:
