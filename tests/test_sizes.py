@@ -15,13 +15,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tessera"
 
 LAYER = {
-    "": 911,
+    "": 913,
     "analysis": 2_974,
     "annotations": 726,
     "debug": 824,
     "errors": 386,
     "foundations": 492,
-    "graph": 10_950,
+    "graph": 11_015,
     "jax_compat": 1_051,
     "ops": 4_017,
     "targets": 536,
@@ -30,14 +30,14 @@ LAYER = {
 
 TRAINER = {
     "": 0,
-    "checkpoints": 1_253,
+    "checkpoints": 1_256,
     "commands": 705,
     "config": 1_571,
     "data": 3_026,
     "files": 71,
-    "loop": 3_521,
+    "loop": 3_522,
     "models": 4_424,
-    "planner": 2_009,
+    "planner": 2_012,
     "records": 217,
     "report": 634,
     "runtime": 2_550,

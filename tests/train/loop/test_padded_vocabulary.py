@@ -44,6 +44,7 @@ def test_the_arrays_of_a_checkpoint_are_those_of_every_mesh():
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+@pytest.mark.usefixtures("compiled_here")  # lines of another source are not its own
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "changed"),
