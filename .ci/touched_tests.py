@@ -42,7 +42,8 @@ def tests_of(root: Path, file: str) -> Path | None:
         if path.name.startswith("test_"):
             return path if (root / path).exists() else None
         # What tests of a folder share; at the root it is all of them.
-        return path.parent if len(path.parts) > 2 else None
+        shared = len(path.parts) > 2 and (root / path.parent).is_dir()
+        return path.parent if shared else None
     if path.suffix != ".py":
         return None
     if path.parts[0] == "benchmarks":

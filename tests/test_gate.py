@@ -30,6 +30,7 @@ def repository(tmp_path):
         (["tessera/ops/rare.py"], ["tests/ops"]),
         (["tessera/mesh.py"], ["tests/test_mesh.py"]),
         (["tests/ops/moe/drawn.py"], ["tests/ops/moe"]),
+        (["tests/gone/drawn.py", "tests/ops/test_gone.py"], []),
         (["tessera/rare.py", "README.md", "tests/conftest.py"], []),
         (["benchmarks/gpu_steps/rows.py"], ["tests/benchmarks"]),
         (["benchmarks/results/times.json", "run_training.py"], []),
