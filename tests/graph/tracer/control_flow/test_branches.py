@@ -408,23 +408,6 @@ def test_attributes_of_objects_from_before_are_not_assigned_in_a_branch():
     )
 
 
-def test_closures_and_nonlocals():
-    @ts.function
-    def function(x, flag):
-        count = 0
-
-        def bump(by):
-            nonlocal count
-            if flag:
-                count = count + by
-
-        bump(2)
-        bump(3)
-        return x * count
-
-    np.testing.assert_array_equal(function(X, YES), X * 5)
-
-
 def test_autocast_in_and_around_a_branch():
     @ts.function
     def function(x, flag):

@@ -146,3 +146,20 @@ def test_a_method_as_a_ts_function():
             return x * self.rate if x[0] > 0 else x
 
     np.testing.assert_array_equal(Trainer().step(X + 1), (X + 1) * 0.5)
+
+
+def test_closures_and_nonlocals():
+    @ts.function
+    def function(x, flag):
+        count = 0
+
+        def bump(by):
+            nonlocal count
+            if flag:
+                count = count + by
+
+        bump(2)
+        bump(3)
+        return x * count
+
+    np.testing.assert_array_equal(function(X, YES), X * 5)
