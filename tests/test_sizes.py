@@ -18,7 +18,7 @@ LAYER = {
     "": 913,
     "analysis": 2_974,
     "annotations": 726,
-    "debug": 824,
+    "debug": 837,
     "errors": 386,
     "foundations": 492,
     "graph": 11_015,

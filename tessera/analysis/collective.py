@@ -36,7 +36,7 @@ class Collective:
       op_name: JAX's name stack of the operation, such as ``jit(step)/dot_general``.
       source: ``file:line`` of the user's line, or ``""``.
       instruction: XLA's name of it in the compiled program, which profilers show.
-      reason: Which declared layout implies it, as in ``planned_collectives.py``:
+      reason: Which declared layout implies it, as in ``collective_reasons.py``:
         ``written``, ``sum``, ``sharded storage``, ``layout``; ``""`` where none does.
       copies_whole: Whether it replicates an array that each device slices again: what
         XLA calls an involuntary full rematerialization.

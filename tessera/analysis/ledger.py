@@ -32,11 +32,11 @@ from tessera.analysis.collective_operands import (
     keeps_slice,
     label_of,
 )
+from tessera.analysis.collective_reasons import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node, cause
 from tessera.analysis.link_places import Place, Places
 from tessera.analysis.loop_counts import LoopCounts
-from tessera.analysis.planned_collectives import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.tables import aligned

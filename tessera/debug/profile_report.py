@@ -31,8 +31,14 @@ _EXECUTIONS = 3
 
 # The columns of measured times come last.
 _COLUMNS: Final = (
-    *("part", "amount", "at peak", "calls", "time"),
-    *("of the step", "hidden", "rate"),
+    "part",
+    "amount",
+    "at peak",
+    "calls",
+    "time",
+    "of the step",
+    "hidden",
+    "rate",
 )
 
 Axes: TypeAlias = tuple[str, ...]
@@ -151,8 +157,14 @@ class Profile:
         compute = self.measured.compute if self.measured else 0.0
         achieved = format_flops(self.local_flops / compute) if compute else "0"
         yield [
-            *("computation", amount, format_seconds(self.least_compute), ""),
-            *(format_seconds(compute), self._share(compute), "", f"{achieved} FLOP/s"),
+            "computation",
+            amount,
+            format_seconds(self.least_compute),
+            "",
+            format_seconds(compute),
+            self._share(compute),
+            "",
+            f"{achieved} FLOP/s",
         ]
         for axes, total in self.collectives.by_axis().items():
             least = format_seconds(self.least_communication[axes])
@@ -160,7 +172,8 @@ class Profile:
             yield [*cells, least, *self._measured_cells(axes)]
         if self.measured is not None:
             idle = self.measured.idle
-            yield ["idle", *[""] * 3, format_seconds(idle), self._share(idle), "", ""]
+            spent = format_seconds(idle)
+            yield ["idle", "", "", "", spent, self._share(idle), "", ""]
 
     def _measured_cells(self, axes: Axes) -> list[str]:
         if self.measured is None:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, op
+from tessera.analysis.collective_reasons import LAYOUT, SHARDED_STORAGE, SUM, WRITTEN
 from tessera.analysis.ledger import collectives
-from tessera.analysis.planned_collectives import LAYOUT, SHARDED_STORAGE, SUM, WRITTEN
 
 # What was compiled elsewhere has the lines of elsewhere.
 pytestmark = pytest.mark.usefixtures("compiled_here")

@@ -5,8 +5,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera.analysis.collective_reasons import SHARDED_STORAGE, SUM
 from tessera.analysis.ledger import collectives
-from tessera.analysis.planned_collectives import SHARDED_STORAGE, SUM
 
 
 class OfTarget:
