@@ -4,7 +4,7 @@
 A GPU comes at short notice and for minutes. Each step of ``gpu_steps/steps.py`` is a
 process with its own limit; what it found before it failed or ran out of time is kept,
 and the next step runs. Steps that judge correctness share the GPU, before anything is
-timed. What is not measured yet comes first.
+timed.
 
     make gpu-wheels                              before, where there is a network
     python benchmarks/gpu_day.py --budget 530    there, in the root of the repository

@@ -67,7 +67,7 @@ def pytest_gpu() -> None:
     run(
         "pytest_gpu",
         [*arguments, *map(str, files)],
-        85,
+        125,
         JAX_PLATFORMS="cpu" if QUICK else "cuda,cpu",
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )

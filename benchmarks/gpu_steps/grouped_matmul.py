@@ -31,13 +31,6 @@ def equal_groups(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.einsum("erd,edf->erf", grouped, w).reshape(ROWS, INNER)
 
 
-def of_tokamax(implementation: str) -> Grouped:
-    """One of tokamax's kernels."""
-    import tokamax
-
-    return partial(tokamax.ragged_dot, implementation=implementation)
-
-
 def ways() -> dict[str, Grouped]:
     """Those that give what ``jax.lax.ragged_dot`` gives, and run here."""
     found: dict[str, Grouped] = {
@@ -45,8 +38,9 @@ def ways() -> dict[str, Grouped]:
         "blocks": blocks,
     }
     if is_gpu() and find_spec("tokamax"):
-        found["tokamax mosaic"] = of_tokamax("mosaic")
-        found["tokamax triton"] = of_tokamax("triton")
+        import tokamax
+
+        found["tokamax"] = partial(tokamax.ragged_dot, implementation="mosaic")
     return found
 
 

@@ -44,7 +44,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def logits_of(setting: Setting, weights: Tree, tokens: jax.Array) -> jax.Array:
     """Logits of the next words, ``[rows, length, vocabulary]``."""
     dtype = dtype_of(setting)
-    x = weights["embedding"].astype(dtype)[tokens]
+    x = weights["embedding"][tokens].astype(dtype)
     if isinstance(weights["blocks"], dict):
         x, _ = jax.lax.scan(
             lambda x, block: (block_of(setting, block, x), None), x, weights["blocks"]

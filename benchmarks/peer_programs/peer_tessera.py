@@ -22,7 +22,7 @@ def step_of(setting: Setting) -> tuple[Callable[..., Any], Tree]:
 
     def loss_of(weights: Tree, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         dtype = dtype_of(setting)
-        x = weights["embedding"].astype(dtype)[tokens]
+        x = weights["embedding"][tokens].astype(dtype)
         for block in weights["blocks"]:
             x = block_of(setting, block, x)
         x = ts.nn.rms_norm(x, weights["norm"], eps=EPSILON)
