@@ -261,14 +261,16 @@ class Compiled(OfArguments):
 
     @cached_property
     def captured(self) -> tuple[Any, ...]:
-        """The closed-over arrays, where the program takes them."""
+        """The closed-over arrays, where the program takes them.
+
+        They are put there once: NumPy's would go to the device at every call.
+        """
         graph = self.traced.graph
         inputs = [value for value in graph.inputs if value.role is Role.CAPTURED]
         return tuple(
             array
-            if (sharding := graph.sharding(value)) is None or isinstance(array, jax.Ref)
-            # Once, not at every call.
-            else jax.device_put(array, sharding)
+            if isinstance(array, jax.Ref)
+            else jax.device_put(array, graph.sharding(value))
             for value, array in zip(inputs, graph.captured, strict=True)
         )
 

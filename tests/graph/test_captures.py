@@ -156,3 +156,14 @@ def test_numpy_arrays_keep_the_values_of_the_trace_as_in_jax_jit(holder, mesh):
         results.append((before, after, function(jnp.ones((2, 3)))))
         np.testing.assert_array_equal(jax.tree.leaves(after)[-1], 1.0)
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("mesh", [None, "cpu"])
+def test_a_captured_array_is_on_the_device_before_a_call(mesh):
+    table = np.arange(6, dtype=np.float32).reshape(2, 3)
+    mesh = mesh and Mesh(["z"], devices=range(2))
+    add = ts.function(lambda x: x + table, mesh=mesh)
+    x = add(X)
+    with jax.transfer_guard_host_to_device("disallow"):
+        found = add(x)
+    np.testing.assert_array_equal(found, x + table)
