@@ -35,8 +35,6 @@ def unsupported_reason(
 ) -> str | None:
     """Why cuDNN does not support such a call on that device; or None."""
     q, k = operands.q, operands.k
-    if device.platform != "cuda":
-        return f"cuDNN runs on NVIDIA GPUs, and this call on {device.platform}"
     if device.capability < _AMPERE:
         found = ".".join(map(str, device.capability))
         return f"cuDNN's attention needs compute capability 8.0, and this is {found}"

@@ -41,6 +41,9 @@ from tessera.tracing import scope
 IMPLEMENTATIONS: Final = ("cudnn", "splash", "xla")
 # Those whose matmuls are in the dtype of the operands; no pass can change that.
 KERNELS: Final = ("cudnn", "splash")
+# The platform of kernels. Elsewhere their modules are not imported: the import of
+# Pallas changes what JAX caches by, and all that ran before would compile again.
+_PLATFORMS: Final = {"cudnn": ("cuda", "NVIDIA GPUs"), "splash": ("tpu", "TPUs")}
 _PACKAGE = "tessera.ops.attention"
 
 
@@ -140,6 +143,10 @@ def unsupported_reason(
     name: str, operands: Operands, options: Options, device: Device
 ) -> str | None:
     """Why an implementation does not support such a call there; or None."""
+    if name in _PLATFORMS:
+        platform, devices = _PLATFORMS[name]
+        if device.platform != platform:
+            return f"{name} runs on {devices}, and this call on {device.platform}"
     if operands.window is not None and name != "xla":
         return f"{name} has to know the window before the call runs"
     return _module(name).unsupported_reason(operands, options, device)

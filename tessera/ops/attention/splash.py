@@ -45,8 +45,6 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels do not support such a call there; or None."""
     q = operands.q
-    if device.platform != "tpu":
-        return f"splash attention runs on TPUs, and this call on {device.platform}"
     if q.dtype.name not in _WIDEST:
         return f"splash attention takes bfloat16 and float32, and got {q.dtype}"
     widest = _WIDEST[q.dtype.name]

@@ -2,6 +2,8 @@
 """Which implementation of attention serves a call, and why another one does not."""
 
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -113,7 +115,7 @@ def test_an_implementation_that_cannot_is_an_error_with_its_reason():
     said = str(caught.value)
     assert said.startswith(
         "[T406] implementation 'cudnn' of flash_attention cannot serve this call\n"
-        "  got: cuDNN runs on NVIDIA GPUs, and this call on cpu\n"
+        "  got: cudnn runs on NVIDIA GPUs, and this call on cpu\n"
     )
     assert "use 'xla', or None for the fastest that fits" in said
 
@@ -183,3 +185,20 @@ def test_a_kernel_is_given_what_autocast_makes_of_the_operands(is_kernel, monkey
     assert seen == [jnp.float32]
     exact = reference.attend(Operands(q, q, q), Options(False, 8**-0.5))
     assert 0 < jnp.abs(read(q) - exact).max() < 0.05
+
+
+PROBE = """
+import sys
+import jax.numpy as jnp
+from tessera import op
+q, before = jnp.ones((1, 2, 8, 8)), set(sys.modules)
+op.flash_attention(q, q, q)
+print([name for name in set(sys.modules) - before if "pallas" in name])
+"""
+
+
+@pytest.mark.full
+def test_on_a_cpu_it_imports_no_kernel_language():
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
