@@ -5,7 +5,7 @@
 ``.compile()`` gives ``Compiled``. Each has ``as_text()``.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -284,8 +284,9 @@ class Compiled(OfArguments):
         self.traced.require_devices()
         origin = self.traced.origin
         num_arrays = len(self.traced.call.leaves)
+        result = origin.result.structure if self._returns_result else None
         return Dispatch(
-            self.jax, num_arrays, len(origin.parameters), len(self.captured)
+            self.jax, num_arrays, len(origin.parameters), len(self.captured), result
         )
 
     def run(
@@ -301,8 +302,8 @@ class Compiled(OfArguments):
         Raises:
           ProgramMismatch: It was not compiled for such arrays; nothing has run.
         """
-        if self._unflatten is not None:
-            return self._unflatten(self.dispatch(arrays, parameters, self.captured))
+        if self._returns_result:
+            return self.dispatch(arrays, parameters, self.captured)
         origin = self.traced.origin
         check_no_alias(origin.writes, values)
         check_captured(self.captured)
@@ -311,15 +312,14 @@ class Compiled(OfArguments):
         return origin.unflatten(outputs)
 
     @cached_property
-    def _unflatten(self) -> Callable[[Sequence[Any]], Any] | None:
-        """Makes the result of what the program returns, if there is no more to do."""
+    def _returns_result(self) -> bool:
+        """Whether the program's outputs are the result, and there is no more to do."""
         origin = self.traced.origin
         has_objects = origin.restore is not as_it_is
-        is_changed = origin.writes or origin.result.statics or has_objects
         has_references = any(isinstance(array, jax.Ref) for array in self.captured)
-        if is_changed or has_references:
-            return None
-        return origin.result.structure.unflatten
+        return not (
+            origin.writes or origin.result.statics or has_objects or has_references
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it for such arguments as it was compiled for, without static ones.

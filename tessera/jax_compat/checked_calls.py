@@ -11,12 +11,16 @@ from jax._src.array import ArrayImpl
 from jax._src.dtypes import itemsize_bits
 from jax._src.tree_util import tracing_registry
 from jax.experimental.layout import Format
+from jax.tree_util import PyTreeDef
 
 Check: TypeAlias = Callable[[Sequence[Any]], None]
 
 
 def checked_call(
-    compiled: jax.stages.Compiled, example: Sequence[Any], check: Check
+    compiled: jax.stages.Compiled,
+    example: Sequence[Any],
+    check: Check,
+    result: PyTreeDef | None = None,
 ) -> Callable[..., Any]:
     """A function that runs a compiled program, and checks arguments that are new to it.
 
@@ -31,11 +35,14 @@ def checked_call(
       check: Takes the leaves of a call with another signature; raises if the program
         must not run for them. It must not refer to the function: the C++ code keeps it
         alive, and the garbage collector would see no cycle.
+      result: The tree of the result; None is that of the program.
     """
     _, tree = tracing_registry.flatten((tuple(example), {}))
     params: Any = compiled._params
     executable = _Checked(compiled._executable, check, len(params.const_args))
-    params = params._replace(in_tree=tree, executable=executable)
+    params = params._replace(
+        in_tree=tree, out_tree=result or params.out_tree, executable=executable
+    )
     call = compiled._executable.create_cpp_call(params)
     if call is not None:
         return call

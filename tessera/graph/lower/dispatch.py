@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from tessera.graph.tracer.argument_leaves import (
     is_stored,
@@ -35,6 +36,7 @@ class Dispatch:
       num_arrays: How many arrays it takes of a call's arguments.
       num_parameters: How many parameters it takes after them.
       num_captured: How many captured arrays it takes after these.
+      result: The tree of its result; None makes it a list.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Dispatch:
         num_arrays: int,
         num_parameters: int,
         num_captured: int,
+        result: PyTreeDef | None = None,
     ) -> None:
         self._ends = num_arrays, num_arrays + num_parameters
         self._accepted: set[Any] = set()
@@ -56,9 +59,11 @@ class Dispatch:
                 raise _NotStored
 
         example = [0] * num_arrays, (0,) * num_parameters, (0,) * num_captured
-        self._run = checked_calls.checked_call(compiled, example, check)
+        self._run = checked_calls.checked_call(compiled, example, check, result)
         # For the arrays that stand for others, whose signatures were accepted.
-        self._run_stored = checked_calls.checked_call(compiled, example, _no_check)
+        self._run_stored = checked_calls.checked_call(
+            compiled, example, _no_check, result
+        )
 
     def accept(self, arrays: Sequence[Any]) -> None:
         """Declare that the program was compiled for arrays like these."""
