@@ -86,8 +86,8 @@ def distribute(
     ``pipeline_parallel`` runs the ``graph.stage`` s that the function calls on one
     device each, in the order 1f1b, in as many microbatches as
     ``schedule.pipeline_microbatches`` says. What has no rows is split like ``fsdp``'s
-    parameters, and sent to the stage that reads it. See ``graph.pipeline``, which takes
-    more options, and says how data and weights are distinguished.
+    parameters, and sent to the stage that reads it. ``batch`` or ``params`` declares
+    which arguments have rows, as for ``graph.pipeline``, which takes more options.
 
     The mesh is that of ``ts.function`` (its ``mesh=``, the innermost ``with mesh:``, or
     what the arguments live on); without any, every device there is along one axis.

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -30,9 +31,9 @@ from tessera.foundations.tree import is_childless, partition
 from tessera.graph.pipelining.named_schedules import schedule as schedule_of
 from tessera.graph.pipelining.pipeline_call import SplitCall, bind_unsplit
 from tessera.graph.pipelining.pipeline_primitive import (
-    Decision,
     PipelineCall,
     struct_of,
+    undecided_rows,
 )
 from tessera.graph.pipelining.schedule_table import Schedule
 from tessera.graph.pipelining.split_stages import stage_end_p
@@ -62,9 +63,8 @@ def pipeline(
     over ``dp``; others, and what the function closes over, are replicated to every
     stage that reads them.
 
-    ``batch`` declares which arguments have rows. Without it, it is those computed from
-    the step's arguments and not from its weights alone: one argument, or several of the
-    same length, if the stages can be proven row-wise independent.
+    ``batch`` declares which arguments have rows. A function whose arguments hold one
+    array, beside scalars, needs no declaration: that array has them.
 
     Args:
       stages: The stages in order, made by ``graph.stage``: as many as the axis has
@@ -87,8 +87,8 @@ def pipeline(
       PipelineSizeError: [T311] stages, devices and schedule do not fit.
       PipelineFormError: [T312] (when traced) the function is no chain of the stages, or
         its loss cannot be computed microbatch by microbatch.
-      UndecidedRoleError: [T324] ``batch`` names no argument; (when traced) nothing
-        decides which arguments have rows.
+      UndecidedRoleError: [T324] ``batch`` names no argument; (when traced) there are
+        several arrays, and it does not say which of them have rows.
       BatchSizeError: [T503] (when traced) a batch is not divided by the microbatches.
 
     Warns:
@@ -144,11 +144,10 @@ def pipeline_of_arguments(
       PipelineFormError: [T312] (at the call) it is no chain of stages.
       PipelineSizeError: [T311] (at the call) it has not as many stages as the axis has
         devices.
-      UndecidedRoleError: [T324] (at the call) nothing decides which arguments have
+      UndecidedRoleError: [T324] (at the call) it is not declared which arguments have
         rows.
     """
-    declare = "ts.distribute('pipeline_parallel', batch=[...])"
-    config = _PipelineConfig(None, axis, "1f1b", None, batch, weights, declare)
+    config = _PipelineConfig(None, axis, "1f1b", None, batch, weights)
 
     @functools.wraps(body)
     def piped(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +183,6 @@ class _PipelineConfig:
       stages: Its stages by name; None for those that the function calls.
       batch: Arguments that have rows, all others being replicated; None if undeclared.
       weights: Arguments that are replicated.
-      how_to_declare: How a user declares which arguments have rows.
     """
 
     stages: tuple[str, ...] | None
@@ -193,7 +191,6 @@ class _PipelineConfig:
     microbatches: int | None
     batch: frozenset[str] | None = None
     weights: frozenset[str] = frozenset()
-    how_to_declare: str = "graph.pipeline(..., batch=[...])"
 
     def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
@@ -230,47 +227,43 @@ class _PipelineConfig:
                 fix="pass mesh= to graph.pipeline, or call the step in 'with mesh:'",
             )
         function = _ArrayFunction(body, args, kwargs)
-        number = len(here.pipelined)
+        name, number = getattr(body, "__name__", "pipeline"), len(here.pipelined)
         here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
         stages = self.stages
         if stages is None:
             stages = _stages_called(function, here)
-        decision = here.batch_arguments.get(number)
-        by_row = self._declared(function) if decision is None else decision.by_row
         call = PipelineCall(
             number=number,
-            name=getattr(body, "__name__", "pipeline"),
+            name=name,
             schedule=self._schedule(mesh, self.check(mesh, stages), here),
             mesh=mesh,
             axis=self.axis,
             paths=function.paths,
-            by_row=by_row,
-            how_to_declare=self.how_to_declare,
+            by_row=self._by_row(function, name),
         )
         with self._tracing_stages(here, mesh, stages):
-            if here.is_whole_batch and None not in by_row:
-                rows = decision or Decision(tuple(map(bool, by_row)))
-                results = SplitCall(function, call, rows, stages, here).bind()
+            if here.is_whole_batch:
+                results = SplitCall(function, call, stages, here).bind()
             else:
                 results = bind_unsplit(function, call)
         return jax.tree.unflatten(function.results, results)
 
-    def _declared(self, function: "_ArrayFunction") -> tuple[bool | None, ...]:
-        """Which arguments have rows, as far as the user declares it."""
-
-        def known(path: str, array: Any) -> bool | None:
-            if array.ndim and self.batch is not None:
-                return is_in(path, self.batch)
-            return False if not array.ndim or is_in(path, self.weights) else None
-
-        pairs = zip(function.paths, function.arrays, strict=True)
-        by_row = tuple(known(path, array) for path, array in pairs)
-        for name in self.batch or ():
-            pairs = zip(function.paths, by_row, strict=True)
-            has_rows = any(row and is_in(path, (name,)) for path, row in pairs)
-            if not has_rows and not any(is_in(p, (name,)) for p in function.empty):
-                raise _no_argument(name, function.paths)
-        if not any(row is not False for row in by_row):
+    def _by_row(self, function: "_ArrayFunction", name: str) -> tuple[bool, ...]:
+        """Which arguments have rows: those declared, or the only array."""
+        paths, batch = function.paths, self.batch
+        is_array = [array.ndim > 0 for array in function.arrays]
+        if batch is None:
+            arrays = compress(paths, is_array)
+            batch = frozenset(path for path in arrays if not is_in(path, self.weights))
+            if len(batch) > 1:
+                raise undecided_rows(name, [path for path in paths if path in batch])
+        pairs = zip(paths, is_array, strict=True)
+        by_row = tuple(is_one and is_in(path, batch) for path, is_one in pairs)
+        known = [*compress(paths, by_row), *function.empty]
+        for declared in batch:
+            if not any(is_in(path, (declared,)) for path in known):
+                raise _no_argument(declared, paths)
+        if not any(by_row):
             raise PipelineFormError(
                 "a pipeline has no batch to split into microbatches",
                 got="arguments "

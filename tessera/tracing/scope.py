@@ -60,8 +60,6 @@ class Scope:
       plan: The schedule that it is traced under.
       is_whole_batch: Whether it is traced for the batch of the call, and not for a
         microbatch. See ``Graph.microbatch``.
-      batch_arguments: For pipelined calls by number, which of their arguments have the
-        batch dim, inferred from an earlier trace.
       pipelined: The types of each pipelined call's arguments, in order.
       stage_end: Marks a stage's results, from its name and these, in a pipeline.
       stored: Maps the declared layout of a parameter to the one that it is stored in.
@@ -75,7 +73,6 @@ class Scope:
     unreached: dict[int, frozenset[str]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     is_whole_batch: bool = True
-    batch_arguments: dict[int, Any] = field(default_factory=dict)
     pipelined: list[tuple[Any, ...]] = field(default_factory=list)
     stage_end: Callable[[str, Any], Any] | None = None
     stored: Callable[[tuple[int, ...], ShardSpec | None], ShardSpec | None] | None = (

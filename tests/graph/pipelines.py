@@ -58,8 +58,8 @@ def dense(name: str, size: int = WIDTH) -> Any:
     return stage
 
 
-def unpiped(stages: Any) -> Any:
-    del stages
+def unpiped(stages: Any, batch: Any = None) -> Any:
+    del stages, batch
     return lambda body: body
 
 

@@ -146,7 +146,7 @@ def test_what_stages_hand_on_is_floating_point():
     ("result", "got"),
     [
         (lambda x: x.sum(), "float32[]"),
-        (lambda x: x > 0, "bool[16, 3, 5] for 16 rows"),
+        (lambda x: x > 0, "bool[8, 3, 5] for 8 rows"),
     ],
 )
 def test_results_have_a_row_for_each_row_of_the_batch(result, got):

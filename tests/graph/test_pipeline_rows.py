@@ -79,7 +79,7 @@ def test_a_power_of_the_number_of_rows_in_the_loss_is_refused():
     """The number stands in the equation, and is that of one microbatch there."""
 
     def make(pipe: Pipe) -> Any:
-        model = chain(pipe, lambda x, w: x @ w)
+        model = chain(pipe, lambda x, w: x @ w, batch="x")
 
         def step(w: Any, x: Any) -> Any:
             out = model(x, w)
@@ -98,7 +98,7 @@ def test_microbatches_of_one_row_take_what_stands_along_an_axis():
     """JAX looks up otherwise where there is one row."""
 
     def make(pipe: Pipe) -> Any:
-        model = chain(pipe, lambda x, w: x @ w)
+        model = chain(pipe, lambda x, w: x @ w, batch="x")
 
         def step(w: Any, x: Any, labels: Any) -> Any:
             scores = jax.nn.log_softmax(model(x, w))
@@ -116,7 +116,11 @@ def test_microbatches_of_one_row_take_what_stands_along_an_axis():
 def test_pipelines_of_a_step_may_have_other_numbers_of_microbatches():
     def make(pipe: Pipe, counts: tuple[int, int]) -> Any:
         models = [
-            chain(partial(pipe, **{"microbatches": count} if pipe is piped else {}), f)
+            chain(
+                partial(pipe, **{"microbatches": count} if pipe is piped else {}),
+                f,
+                batch="x",
+            )
             for count, f in zip(
                 counts, (lambda x, w: x @ w, lambda x, b: x * b), strict=True
             )

@@ -42,7 +42,7 @@ def test_an_embedding_may_be_the_first_stage_and_a_head_the_last():
         def head(x: Any) -> Any:
             return jnp.tanh(x) @ weight("kernel", WIDTH, WORDS)
 
-        @pipe(stages=[embedding, head])
+        @pipe(stages=[embedding, head], batch=["tokens", "positions"])
         def model(tokens: Any, positions: Any) -> Any:
             return head(embedding(tokens, positions))
 
@@ -76,7 +76,7 @@ def encoder_and_decoder(pipe: Pipe) -> Any:
         mixed = jnp.einsum("bsd,btd->bst", read, found["hidden"])
         return mixed, jnp.sin(found["memory"] @ weight("out", WIDTH, 2))
 
-    @pipe(stages=[encoder, decoder])
+    @pipe(stages=[encoder, decoder], batch=["x", "targets", "rows"])
     def model(x: Any, targets: Any, rows: Any, scale: Any) -> Any:
         mixed, out = decoder(encoder(x), targets, scale)
         shift = rows[:, None].astype(jnp.float32)

@@ -34,7 +34,7 @@ def pipelined_step(**options: Any) -> Any:
     mesh = Mesh(["pp"], devices=range(2))
     first, last = (graph.stage(name)(lambda x, w: jnp.tanh(x @ w)) for name in "ab")
 
-    @graph.pipeline(stages=[first, last], mesh=mesh, **options)
+    @graph.pipeline(stages=[first, last], mesh=mesh, batch="x", **options)
     def model(x: Any, w: Any) -> Any:
         return last(first(x, w), 2.0 * w)
 

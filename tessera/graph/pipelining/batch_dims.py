@@ -4,8 +4,7 @@
 A step is traced for a batch and for one microbatch. The programs have the same
 equations, and a dim that is smaller in the second is a batch dim. An equation is
 *row-wise* independent if its results for the microbatch are those rows of its results
-for the batch. That is proven or not; of what is not proven, only some is known to mix
-rows.
+for the batch. Of what is not known to be, only some is known to mix rows.
 """
 
 import math
@@ -91,18 +90,16 @@ class BatchDims:
         inner = zip(
             jaxprs.inner_programs(equation), jaxprs.inner_programs(twin), strict=True
         )
-        return all(self.find_unproven(*programs) is None for programs in inner)
+        return all(self.are_row_wise(*programs) for programs in inner)
 
-    def find_unproven(
-        self, program: jaxprs.Program, twin: jaxprs.Program
-    ) -> str | None:
-        """What is not proven to be row-wise in a program, or None."""
-        for equation, other, has_rows in self._pairs(program, twin):
-            if not have_same_numbers(equation, other):
-                return _message("depends on the number of rows", equation)
-            if has_rows and not self.is_row_wise(equation, other):
-                return _message("is not known to treat each row by itself", equation)
-        return _other_equations(program, twin)
+    def are_row_wise(self, program: jaxprs.Program, twin: jaxprs.Program) -> bool:
+        """Whether a program's equations are row-wise, and the same for any batch."""
+        equations = map(jaxprs.equations, (program, twin))
+        return have_same_equations(*equations) and all(
+            have_same_numbers(equation, other)
+            and (not has_rows or self.is_row_wise(equation, other))
+            for equation, other, has_rows in self._pairs(program, twin)
+        )
 
     def find_mixing(self, program: jaxprs.Program, twin: jaxprs.Program) -> str | None:
         """What is known to mix rows, or to depend on their numbers, or None.
@@ -128,7 +125,8 @@ class BatchDims:
         for atom in variables(jaxprs.outputs(program)):
             if atom in numbered:
                 return _message("numbers the rows", numbered[atom])
-        return _other_equations(program, twin)
+        same = have_same_equations(jaxprs.equations(program), jaxprs.equations(twin))
+        return None if same else "it does other things for another number of rows"
 
     def _find_mixing_in(
         self, equation: jaxprs.Equation, twin: jaxprs.Equation, *, is_numbered: bool
@@ -158,11 +156,6 @@ class BatchDims:
             self.pair(equation.outvars, other.outvars)
             has_rows = bool(self.of((*equation.invars, *equation.outvars)))
             yield equation, other, has_rows
-
-
-def _other_equations(program: jaxprs.Program, twin: jaxprs.Program) -> str | None:
-    same = have_same_equations(jaxprs.equations(program), jaxprs.equations(twin))
-    return None if same else "it does other things for another number of rows"
 
 
 def _message(what: str, equation: jaxprs.Equation) -> str:

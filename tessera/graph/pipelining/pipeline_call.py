@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a pipelined call into one equation of the step.
 
-Once it is decided which arguments have the batch's rows, the function is traced twice:
-for the whole batch, as it is written, and for one device's rows of a microbatch. The
-second program is split into stages. Comparing the two shows whether the stages are
-row-wise independent; only then does a pipeline compute what one device does, whatever
-the arguments are.
+The function is traced twice: for the whole batch, as it is written, and for one
+device's rows of a microbatch. The second program is split into stages. Comparing the
+two shows what in the stages mixes rows.
 """
 
 from collections.abc import Sequence
@@ -24,12 +22,12 @@ from tessera.graph.differentiation import differentiated
 from tessera.graph.pipelining.batch_dims import BatchDims
 from tessera.graph.pipelining.microbatches import check_batch
 from tessera.graph.pipelining.pipeline_primitive import (
-    Decision,
     PipelineCall,
     bind,
     check_results,
     first_line,
     struct_of,
+    undecided_rows,
 )
 from tessera.graph.pipelining.split_stages import split_stages
 from tessera.graph.rewriting import contains, inline_jits
@@ -57,7 +55,7 @@ class ArrayFunction(Protocol):
 
 
 def bind_unsplit(function: ArrayFunction, call: PipelineCall) -> list[Any]:
-    """The results of a call before its arguments are split: only their types count."""
+    """The results of a call for a microbatch of the step: only their types count."""
     program, captured = _traced(function, function.arrays)
     results = tuple(atom.aval for atom in jaxprs.outputs(program))
     return bind(replace(call, results=results), function.arrays, captured)
@@ -70,14 +68,12 @@ class SplitCall:
     Attributes:
       function: The function, with its arguments.
       call: The call.
-      decision: Which arguments have rows.
       names: The stages.
       here: The scope of the step.
     """
 
     function: ArrayFunction
     call: PipelineCall
-    decision: Decision
     names: Sequence[str]
     here: scope.Scope
 
@@ -86,7 +82,7 @@ class SplitCall:
 
         Raises:
           PipelineFormError: [T312] the function is no chain of the stages.
-          UndecidedRoleError: [T324] it cannot be proven which arguments have rows.
+          UndecidedRoleError: [T324] the arguments that have rows cannot be split.
           RandomNumbersError: [T211] every microbatch would draw the same numbers.
           BatchSizeError: [T503] the batch cannot be split into microbatches.
         """
@@ -102,10 +98,7 @@ class SplitCall:
         else:
             part = call.stages.program, captured
             problem = self._problem(whole, part, call.parts)
-        if problem is not None:
-            if self.decision.is_guess:
-                raise self._undecided(problem)
-            call = replace(call, mixes=problem)
+        call = replace(call, mixes=problem or "")
         return bind(call, self._data, [*self._others, *captured])
 
     # --- which rows
@@ -113,17 +106,22 @@ class SplitCall:
     @cached_property
     def _data(self) -> list[Any]:
         """The arguments that have rows."""
-        return list(compress(self.function.arrays, self.decision.by_row))
+        return list(compress(self.function.arrays, self.call.by_row))
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        """Their paths."""
+        return list(compress(self.call.paths, self.call.by_row))
 
     @cached_property
     def _others(self) -> list[Any]:
-        return list(compress(self.function.arrays, map(not_, self.decision.by_row)))
+        return list(compress(self.function.arrays, map(not_, self.call.by_row)))
 
     @cached_property
     def _rows(self) -> int:
         """Rows of the whole batch."""
-        paths = compress(self.call.paths, self.decision.by_row)
-        rows = {p: array.shape[0] for p, array in zip(paths, self._data, strict=True)}
+        pairs = zip(self._paths, self._data, strict=True)
+        rows = {path: array.shape[0] for path, array in pairs}
         if len(set(rows.values())) == 1:
             return next(iter(rows.values()))
         raise BatchSizeError(
@@ -144,7 +142,7 @@ class SplitCall:
 
     def _program(self, rows: int) -> Traced:
         """The function's program for some rows; its weights are inputs after those."""
-        by_row = self.decision.by_row
+        by_row = self.call.by_row
         # Those that have rows come first; the sort is stable.
         order = sorted(range(len(by_row)), key=lambda number: not by_row[number])
 
@@ -177,7 +175,7 @@ class SplitCall:
             raise
         except (TypeError, ValueError) as error:  # it could be traced for the batch
             problem = f"{part} of {call.rows} rows: {first_line(error)}"
-            raise self._undecided(problem) from error
+            raise undecided_rows(call.name, self._paths, problem) from error
         finally:
             self.here.is_whole_batch = True
         if call.parts > 1:
@@ -191,7 +189,7 @@ class SplitCall:
         return replace(call, staged=staged, results=results, layouts=layouts), captured
 
     def _problem(self, whole: Traced, part: Traced, parts: int) -> str | None:
-        """Why the stages may not be row-wise independent, or None."""
+        """What in the stages mixes rows, or None."""
         if parts == 1:
             return None
         if len(whole[1]) != len(part[1]) or not all(map(_is_same, whole[1], part[1])):
@@ -200,9 +198,7 @@ class SplitCall:
             jaxprs.without_dead_code(inline_jits(program), keep_inputs=True)
             for program, _ in (whole, part)
         ]
-        dims = BatchDims(parts)
-        find = dims.find_unproven if self.decision.is_guess else dims.find_mixing
-        return find(*programs)
+        return BatchDims(parts).find_mixing(*programs)
 
     def _problem_of_larger(self, whole: Traced, before: tuple[Any, ...]) -> str | None:
         """The same, by comparing the batch with a larger one."""
@@ -212,11 +208,6 @@ class SplitCall:
         except (TypeError, ValueError) as error:
             return f"for {rows} rows: {first_line(error)}"
         return self._problem(larger, whole, 2)
-
-    def _undecided(self, problem: str) -> TesseraError:
-        pairs = zip(self.call.by_row, self.decision.by_row, strict=True)
-        by_row = tuple(None if row else declared for declared, row in pairs)
-        return replace(self.call, by_row=by_row).undecided(problem)
 
 
 def _traced(function: Any, arrays: Sequence[Any]) -> Traced:

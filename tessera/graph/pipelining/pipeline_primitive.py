@@ -37,28 +37,13 @@ pipeline_p = jaxprs.Primitive("pipeline")
 pipeline_p.multiple_results = True
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Which arguments of a pipelined call have the batch's rows.
-
-    Attributes:
-      by_row: For each, whether its leading dim is the batch dim.
-      is_guess: Whether that is a guess from their numbers of rows, which needs a proof:
-        it is not declared, and several arguments might have rows.
-    """
-
-    by_row: tuple[bool, ...]
-    is_guess: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class PipelineCall:
     """The parameters of a pipelined call's equation.
 
     The equation's inputs are the arguments that have the batch's rows, then everything
-    else that the stages read. Until it is decided which arguments have rows, and in a
-    program of another number of rows, there are no stages, and the inputs are all
-    arguments, then what the function closes over.
+    else that the stages read. In a program of another number of rows there are no
+    stages, and the inputs are all arguments, then what the function closes over.
 
     Attributes:
       number: The call's number among the step's pipelined calls.
@@ -67,15 +52,13 @@ class PipelineCall:
       mesh: The mesh.
       axis: The pipeline's axis.
       paths: The path of each array of the arguments.
-      by_row: For each of them, whether its leading dim is the batch dim; None if that
-        is not decided.
+      by_row: For each of them, whether its leading dim is the batch dim.
       results: The types of its results.
       staged: The stages' programs, for one device's part of a microbatch.
       rows: Rows of the whole batch.
       layouts: For each input that has no rows, its stored layout.
       data_axes: Axes along which each device has a pipeline for its part of the rows.
       mixes: What in the stages mixes rows; "" if nothing is known to.
-      how_to_declare: How a user declares which arguments have rows.
     """
 
     number: int
@@ -84,37 +67,24 @@ class PipelineCall:
     mesh: Mesh
     axis: str
     paths: tuple[str, ...]
-    by_row: tuple[bool | None, ...]
+    by_row: tuple[bool, ...]
     results: tuple[Any, ...] = ()
     staged: StagedProgram | None = None
     rows: int = 0
     layouts: tuple[PartitionSpec, ...] = ()
     data_axes: tuple[str, ...] = ()
     mixes: str = ""
-    how_to_declare: str = "graph.pipeline(..., batch=[...])"
 
     @property
     def stages(self) -> StagedProgram:
-        """The stages' programs, once it is decided which arguments have rows."""
-        assert self.staged is not None, "it is decided which arguments have rows"
+        """The stages' programs."""
+        assert self.staged is not None, "traced for the whole batch"
         return self.staged
 
     @property
     def parts(self) -> int:
         """How many parts the rows are split into: a device's stage sees one."""
         return self.schedule.microbatches * self.mesh.axis_size(self.data_axes)
-
-    def undecided(self, why: str) -> UndecidedRoleError:
-        """The error for a call whose arguments with rows are not decided."""
-        by_path = zip(self.paths, self.by_row, strict=True)
-        names = [path for path, row in by_path if row is not False]
-        return UndecidedRoleError(
-            f"it is not decided which arguments of pipeline {self.name!r} have a row "
-            "for each example",
-            got=f"{first_of(names)}: {why}",
-            fix=f"name those that have: {self.how_to_declare}\n"
-            "all others are replicated to every stage that reads them",
-        )
 
     def warn(self) -> None:
         """Warn if a stage mixes the rows of its microbatch.
@@ -171,13 +141,12 @@ def has_pipeline(program: jaxprs.Program) -> bool:
 
 
 def argument_rows(program: jaxprs.Program) -> dict[str, bool]:
-    """Which arguments of a program's pipelined calls have rows, where decided."""
+    """Which arguments of a program's pipelined calls have rows."""
     by_path: dict[str, bool] = {}
     for equation in jaxprs.equations(program):
         if equation.primitive is pipeline_p:
             call: PipelineCall = equation.params["call"]
-            if None not in call.by_row:
-                by_path.update(zip(call.paths, map(bool, call.by_row), strict=True))
+            by_path.update(zip(call.paths, call.by_row, strict=True))
         for inner in jaxprs.inner_programs(equation):
             by_path |= argument_rows(inner)
     return by_path
@@ -188,22 +157,40 @@ def first_of(paths: Sequence[str]) -> str:
     return ", ".join(paths[:_LISTED]) + (", …" if len(paths) > _LISTED else "")
 
 
+def undecided_rows(
+    name: str, paths: Sequence[str], problem: str = ""
+) -> UndecidedRoleError:
+    """The error for a pipeline that does not say which of its arguments have rows.
+
+    Args:
+      name: The pipeline's.
+      paths: Arguments that may have rows.
+      problem: Why these cannot all have them; "" where nothing is declared.
+    """
+    listed = first_of(paths)
+    return UndecidedRoleError(
+        f"it is not decided which arguments of pipeline {name!r} have a row for each "
+        "example",
+        got=f"{listed}: {problem}" if problem else listed,
+        fix="name those that have: batch=[...] of graph.pipeline or ts.distribute\n"
+        "all others are replicated to every stage that reads them",
+    )
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error that JAX raised, for the message of another one."""
     return str(error).partition("\n")[0]
 
 
-def check_results(avals: Sequence[Any], rows: int | None) -> None:
-    """Raise [T312] unless results have as many rows as the batch, or as each other."""
+def check_results(avals: Sequence[Any], rows: int) -> None:
+    """Raise [T312] unless results have as many rows as the batch."""
     for aval in avals:
         is_float = jnp.issubdtype(aval.dtype, jnp.floating)
-        rows = aval.shape[0] if rows is None and aval.shape else rows
         if is_float and aval.shape and aval.shape[0] == rows:
             continue
-        of = "" if rows is None else f" for {rows} rows"
         raise PipelineFormError(
             "a pipelined function returns a row for each row of its batch",
-            got=f"{aval.dtype.name}{list(aval.shape)}{of}",
+            got=f"{aval.dtype.name}{list(aval.shape)} for {rows} rows",
             fix="return floating-point arrays with the batch as leading dim, and "
             "reduce them in the step",
         )

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces a step with pipelines for one microbatch, and finds arguments with rows.
+"""Traces a step with pipelines for one microbatch.
 
-A pipeline splits arguments that have a row for each example, and replicates weights to
-the stages that read them. Which is which follows from an argument's sources: it is a
-weight if it is computed from parameters, captured arrays and what a gradient is taken
-by alone, and has rows if it has as many as the results. Where several arguments have
-other sources, that is a guess, which has to be proven when the pipelined function is
-split into stages.
+The arguments of its pipelined calls that have rows are computed from arguments of the
+step that have rows, and these are as many in a microbatch as the schedule says.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +20,7 @@ from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.pipelining.batch_dims import have_same_equations
 from tessera.graph.pipelining.microbatches import fewer_microbatches_warning
 from tessera.graph.pipelining.pipeline_primitive import (
-    Decision,
     PipelineCall,
-    check_results,
     first_line,
     pipeline_p,
 )
@@ -54,49 +48,6 @@ class BatchRows:
     may_be_batch: Callable[[str], bool]
     retrace: Retrace
     scope: Callable[[], Scope]
-
-    def decisions(self) -> dict[int, Decision]:
-        """Which arguments have rows, for the pipelined calls that do not declare it.
-
-        Raises:
-          UndecidedRoleError: [T324] nothing decides it.
-          PipelineFormError: [T312] no argument has as many rows as the call's results.
-        """
-        return {
-            call.number: self._decision(index, equation, call)
-            for index, equation, call in self._calls()
-            if None in call.by_row
-        }
-
-    def _decision(
-        self, index: int, equation: jaxprs.Equation, call: PipelineCall
-    ) -> Decision:
-        unknown = [number for number, row in enumerate(call.by_row) if row is None]
-        sources = {n: self.sources([equation.invars[n]], index) for n in unknown}
-        candidates = [n for n in unknown if not self.free.isdisjoint(sources[n])]
-        if not candidates and len(unknown) == 1:
-            candidates = unknown
-        if not candidates:
-            raise call.undecided(
-                "all of them are made of parameters, captured arrays and what a "
-                "gradient is taken by"
-            )
-        check_results(call.results, None)
-        rows = call.results[0].shape[0]
-        lengths = [variable.aval.shape[:1] for variable in equation.invars]
-        # What the step makes of no input may be of the number of rows, such as a mask.
-        candidates += [n for n in unknown if not sources[n] and n not in candidates]
-        cut = [n for n in candidates if lengths[n] == (rows,)]
-        by_row = [bool(row) or n in cut for n, row in enumerate(call.by_row)]
-        if not any(by_row):
-            pairs = zip(call.paths, equation.invars, strict=False)
-            raise PipelineFormError(
-                "the rows of a pipeline are not those of the step's arguments",
-                got=f"{call.name!r} returns {rows} rows, and takes "
-                + ", ".join(f"{path}: {v.aval}" for path, v in pairs),
-                fix=_ROWS_OF_THE_STEP,
-            )
-        return Decision(tuple(by_row), is_guess=len(candidates) > 1)
 
     def microbatch(self) -> jaxprs.Program | None:
         """The program of one microbatch; None for a step that has no pipeline to run.
@@ -214,7 +165,7 @@ class BatchRows:
     ) -> Iterator[tuple[Any, Value]]:
         """Inputs that may have some number of rows, and their values.
 
-        This is a guess: what follows from it is proven where it is used.
+        This is a guess: what follows from it is checked where it is used.
 
         Args:
           rows: The numbers.

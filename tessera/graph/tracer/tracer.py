@@ -22,11 +22,7 @@ from tessera.errors import NoMeshError, ParameterNameError
 from tessera.foundations.tree import Skeleton, partition
 from tessera.graph.gradient_primitive import unreached_parameters
 from tessera.graph.ir import Graph, Role, Value
-from tessera.graph.pipelining.pipeline_primitive import (
-    Decision,
-    argument_rows,
-    has_pipeline,
-)
+from tessera.graph.pipelining.pipeline_primitive import argument_rows, has_pipeline
 from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import gradient_uses
 from tessera.graph.tracer.arguments import Call, is_in
@@ -142,7 +138,6 @@ class _Tracing:
         self.leaves = list(call.leaves)  # and arrays that the function closes over
         self.parameters: dict[str, DistTensor] = {}
         self.unreached: dict[int, frozenset[str]] = {}
-        self.batch_arguments: dict[int, Decision] = {}
         self.weights: dict[str, bool] | None = None
         self.binding = call.bound_to(function, options.name)
         self.owners: list[Owned] = [("the step", mesh_of(options))]
@@ -179,11 +174,7 @@ class _Tracing:
         if self._infer_roles(graph):
             return None
         if has_pipeline(graph.program):
-            rows = self._rows(graph)
-            if found := rows.decisions():
-                self.batch_arguments |= found  # the next trace cuts these arguments
-                return None
-            graph = replace(graph, microbatch=rows.microbatch())
+            graph = replace(graph, microbatch=self._rows(graph).microbatch())
         if options.strategy is not None and mesh is not None:
             options.strategy.warn(self.call, mesh)
             if options.out_specs is None:
@@ -248,7 +239,6 @@ class _Tracing:
             unreached=self.unreached,
             plan=scope.plan_of(self.options.compiler_options),
             is_whole_batch=is_whole_batch,
-            batch_arguments=self.batch_arguments,
         )
 
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":

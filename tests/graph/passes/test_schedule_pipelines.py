@@ -25,7 +25,9 @@ W = np.eye(4, dtype=np.float32)
 def model_of(schedule: str = "1f1b") -> Any:
     first, last = (graph.stage(name)(lambda x, w: jnp.tanh(x @ w)) for name in "ab")
 
-    @graph.pipeline(stages=[first, last], mesh=MESH, schedule=schedule, microbatches=4)
+    @graph.pipeline(
+        stages=[first, last], mesh=MESH, schedule=schedule, microbatches=4, batch="x"
+    )
     def model(x: Any, w: Any) -> Any:
         return last(first(x, w), w)
 

@@ -40,14 +40,14 @@ def keeps_apart(function: Function, *arrays: jax.Array) -> bool:
     return True
 
 
-def judged(function: Function, *, mixed: bool) -> str | None:
-    """What is found of a function as a whole."""
+def judged(function: Function) -> tuple[bool, str | None]:
+    """Whether a function as a whole is row-wise, and what is known to mix rows."""
     programs = [
         inline_jits(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32)))
         for shape in ((ROWS, OTHER, 4), (MICRO, OTHER, 4))
     ]
-    rows = BatchDims(ROWS // MICRO)
-    return rows.find_mixing(*programs) if mixed else rows.find_unproven(*programs)
+    rows = [BatchDims(ROWS // MICRO) for _ in range(2)]
+    return rows[0].are_row_wise(*programs), rows[1].find_mixing(*programs)
 
 
 def loop(x: jax.Array) -> jax.Array:
@@ -146,8 +146,7 @@ def test_what_mixes_rows_is_never_taken_for_that(name):
 
 @pytest.mark.parametrize("name", APART)
 def test_a_function_that_treats_each_row_by_itself_is_proven_to(name):
-    assert judged(APART[name], mixed=False) is None
-    assert judged(APART[name], mixed=True) is None
+    assert judged(APART[name]) == (True, None)
 
 
 HIDDEN: dict[str, Function] = {
@@ -168,17 +167,18 @@ HIDDEN: dict[str, Function] = {
 @pytest.mark.parametrize("name", [*MIXED, *HIDDEN])
 def test_a_function_that_does_not_is_never_proven_to_and_mostly_found_out(name):
     function = (MIXED | HIDDEN)[name]
-    assert judged(function, mixed=False) is not None
+    is_row_wise, mixing = judged(function)
+    assert not is_row_wise
     # A scatter may look up rows by their numbers; a function may combine anything.
     unknown = (
         *("scattered", "added_to_bins"),
         *("reduced_by_a_function", "windows_over_rows"),
     )
-    assert (judged(function, mixed=True) is not None) == (name not in unknown)
+    assert (mixing is not None) == (name not in unknown)
 
 
 def test_what_mixes_rows_is_said_with_its_line():
-    found = judged(MIXED["sum"], mixed=True)
+    _, found = judged(MIXED["sum"])
     assert found is not None
     assert found.startswith("reduce_sum mixes the rows\nat ")
     assert "test_batch_dims.py:" in found
@@ -186,10 +186,9 @@ def test_what_mixes_rows_is_said_with_its_line():
 
 def test_rows_that_look_themselves_up_are_not_numbered():
     own = lambda x: x[jnp.arange(len(x)), jnp.argmax(x[..., 0], 1)]  # noqa: E731
-    assert judged(own, mixed=True) is None
-    assert judged(own, mixed=False) is not None
+    assert judged(own) == (False, None)
     numbered = lambda x: own(x) + jnp.arange(len(x), dtype=x.dtype)[:, None]  # noqa: E731
-    found = judged(numbered, mixed=True)
+    _, found = judged(numbered)
     assert found is not None
     assert found.startswith("iota numbers the rows")
 
