@@ -21,14 +21,13 @@ does not matter. Calls (``jit``, custom derivatives, remat) are inlined first, i
 bodies of loops too.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from tessera.foundations.primitive_properties import CALLS
@@ -59,9 +58,8 @@ class SplitBackward:
     residuals: tuple[jax.ShapeDtypeStruct, ...]
     _programs: SplitProgram
     _constants: tuple[Any, ...]
-    _weights: Tree
-    _h: Tree
-    _aux: Any
+    _weights: jax.tree_util.PyTreeDef
+    _results: jax.tree_util.PyTreeDef
 
     def input_gradients(
         self, weights: Tree, h: Tree, cotangent: Tree, *more: Tree
@@ -72,12 +70,11 @@ class SplitBackward:
           The gradient, a tree like ``h``; arrays like ``residuals``; and what the
           function returns beside ``out``.
         """
-        arguments = (weights, more, h, _traceable(cotangent), self._constants)
+        arguments = (weights, more, h, cotangent, self._constants)
         outputs = _evaluate(self._programs.known, jax.tree.leaves(arguments))
-        count = len(outputs) - len(self.residuals)
-        rest = iter(outputs[:count])
-        gradients = _fill(self._h, rest)
-        return gradients, outputs[count:], jax.tree.unflatten(self._aux, rest)
+        count = self._results.num_leaves
+        gradients, aux = jax.tree.unflatten(self._results, outputs[:count])
+        return gradients, outputs[count:], aux
 
     def weight_gradients(
         self, residuals: Sequence[jax.Array], weights: Tree, *more: Tree
@@ -96,7 +93,7 @@ class SplitBackward:
         gradients = _evaluate(
             self._programs.unknown, [*residuals, *shared], repeats_effects=True
         )
-        return _fill(self._weights, iter(gradients))
+        return jax.tree.unflatten(self._weights, gradients)
 
 
 def split_backward(
@@ -116,9 +113,8 @@ def split_backward(
       function: ``(weights, h, *more) -> (out, aux)``; ``aux`` has no gradient. Both
         parts take the tracers that it closes over from the trace that they are called
         in, as any closure does.
-      weights: A tree of arrays, the gradients of which may wait.
-      h: The stage's input, a tree of arrays. Leaves that are no floats get gradients of
-        dtype ``float0``, as in ``jax.vjp``.
+      weights: A tree of floating-point arrays, the gradients of which may wait.
+      h: The stage's input, a tree of floating-point arrays.
       cotangent: A tree like ``out``.
       *more: Side inputs, which get no gradients.
 
@@ -134,27 +130,22 @@ def split_backward(
       >>> split.weight_gradients(residuals, w).shape
       (4, 4)
     """
-    aux_tree: list[Any] = []
 
-    def backward(weights: Tree, more: Tree, h: Tree, cotangent: Tree) -> list[Any]:
+    def backward(weights: Tree, more: Tree, h: Tree, cotangent: Tree) -> Any:
         def of_inputs(weights: Tree, h: Tree) -> Tree:
             return function(weights, h, *more)
 
-        out, pull, aux = jax.vjp(of_inputs, weights, h, has_aux=True)
-        gradients = pull(jax.tree.map(_cotangent_of, out, cotangent))
-        leaves = jax.tree.leaves(gradients)
-        beside, tree = jax.tree.flatten(aux)
-        aux_tree.append(tree)
-        return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0] + beside
+        _, pull, aux = jax.vjp(of_inputs, weights, h, has_aux=True)
+        of_weights, of_h = pull(cotangent)
+        return of_weights, (of_h, aux)
 
-    arguments = (weights, more, h, _traceable(cotangent))
-    weights, more, h, cotangent = jax.tree.map(_struct, arguments)
-    traced = jax.make_jaxpr(backward)(weights, more, h, cotangent)
+    arguments = jax.tree.map(_struct, (weights, more, h, cotangent))
+    traced, (_, results) = jax.make_jaxpr(backward, return_shape=True)(*arguments)
     program, constants = jaxprs.lift_constants(traced)
     program = jaxprs.without_dead_code(_inlined(program), keep_inputs=True)
 
-    num_unknown = sum(map(_is_differentiable, jax.tree.leaves(weights)))
-    is_known = [i >= num_unknown for i in range(len(jaxprs.outputs(program)))]
+    of_weights, of_results = map(jax.tree.structure, (weights, results))
+    is_known = [i >= of_weights.num_leaves for i in range(len(jaxprs.outputs(program)))]
     is_shared = [True] * len(jax.tree.leaves((weights, more)))
     is_shared += [False] * len(jax.tree.leaves((h, cotangent)))
     is_shared += [True] * len(constants)
@@ -163,48 +154,13 @@ def split_backward(
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
         for v in jaxprs.inputs(split.unknown)[: split.num_residuals]
     )
-    return SplitBackward(residuals, split, tuple(constants), weights, h, aux_tree[-1])
-
-
-# --- trees of arrays
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _traceable(cotangent: Tree) -> Tree:
-    """A cotangent that can be traced: without ``float0``, which is no array to JAX."""
-
-    def one(leaf: Any) -> Any:
-        is_void = leaf.dtype == jax.dtypes.float0
-        return np.zeros(leaf.shape, bool) if is_void else leaf
-
-    return jax.tree.map(one, cotangent)
-
-
-def _cotangent_of(result: Any, cotangent: Any) -> Any:
-    if _is_differentiable(result):
-        return cotangent
-    return np.zeros(result.shape, jax.dtypes.float0)
+    return SplitBackward(residuals, split, tuple(constants), of_weights, of_results)
 
 
 def _struct(value: Any) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return value
     return jaxprs.struct(jax.typeof(value))
-
-
-def _fill(like: Tree, gradients: Iterable[jax.Array]) -> Tree:
-    """A tree of gradients, ``float0`` for what has none."""
-    rest = iter(gradients)
-
-    def one(leaf: Any) -> Any:
-        if _is_differentiable(leaf):
-            return next(rest)
-        return np.zeros(leaf.shape, jax.dtypes.float0)
-
-    return jax.tree.map(one, like)
 
 
 # --- calls

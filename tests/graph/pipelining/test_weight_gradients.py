@@ -230,30 +230,6 @@ def test_each_equation_keeps_its_line_and_its_scopes():
     assert places(both) == places(whole)
 
 
-def test_leaves_that_are_no_floats_have_void_gradients():
-    def stage(weights, h):
-        x, tokens = h
-        return x @ weights["w"] + weights["table"][tokens], tokens
-
-    weights = {"w": normal(DIM, DIM), "table": normal(11, DIM), "step": jnp.int32(3)}
-    h = ACTIVATIONS, jnp.arange(10).reshape(2, 5)
-    void = np.zeros((2, 5), jax.dtypes.float0)
-    split = split_of(stage, weights, h, (ACTIVATIONS, void))
-
-    @jax.jit
-    def whole(weights, h):
-        return jax.vjp(stage, weights, h)[1]((ACTIVATIONS, void))
-
-    @jax.jit
-    def both(weights, h):
-        dh, residuals, _ = split.input_gradients(weights, h, (ACTIVATIONS, void))
-        return split.weight_gradients(residuals, weights), dh
-
-    found = both(weights, h)
-    assert found[0]["step"].dtype == found[1][1].dtype == jax.dtypes.float0
-    jax.tree.map(np.testing.assert_array_equal, found, whole(weights, h))
-
-
 def test_other_results_of_a_stage_come_with_the_gradient_of_its_input():
     def stage(weights, h, tokens):
         out = mlp(weights, h)
