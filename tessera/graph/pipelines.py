@@ -108,9 +108,7 @@ def pipeline(
             return config.call(body, mesh, args, kwargs)
 
         name = getattr(body, "__name__", "pipeline")
-        options = Options(
-            name=name, mesh=mesh, split_batch=True, batch=rows or frozenset()
-        )
+        options = Options(name=name, mesh=mesh, split_batch=True, batch=rows)
         return Step(piped, options)
 
     return decorate

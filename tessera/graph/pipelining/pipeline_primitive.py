@@ -140,18 +140,6 @@ def has_pipeline(program: jaxprs.Program) -> bool:
     return contains(program, lambda equation: equation.primitive is pipeline_p)
 
 
-def argument_rows(program: jaxprs.Program) -> dict[str, bool]:
-    """Which arguments of a program's pipelined calls have rows."""
-    by_path: dict[str, bool] = {}
-    for equation in jaxprs.equations(program):
-        if equation.primitive is pipeline_p:
-            call: PipelineCall = equation.params["call"]
-            by_path.update(zip(call.paths, call.by_row, strict=True))
-        for inner in jaxprs.inner_programs(equation):
-            by_path |= argument_rows(inner)
-    return by_path
-
-
 def first_of(paths: Sequence[str]) -> str:
     """The first few of some paths, for an error."""
     return ", ".join(paths[:_LISTED]) + (", …" if len(paths) > _LISTED else "")

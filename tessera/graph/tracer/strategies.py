@@ -23,7 +23,6 @@ from tessera.errors import (
     did_you_mean,
 )
 from tessera.graph.ir import Graph
-from tessera.graph.pipelining.pipeline_primitive import argument_rows
 from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import updated_indices
 from tessera.graph.tracer.arguments import Call, is_in
@@ -227,16 +226,17 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(Strategy):
-    """Weights are sharded over the pipeline's axis, and data is not.
+    """Weights are sharded over the pipeline's axis, and data is not."""
 
-    The pipelined call infers which arguments have the batch dim.
-    """
+    def role(self, path: str) -> str:
+        """The role of an array: what is not declared is the other of two roles."""
+        other = PARAMS if BATCH in self.declared.values() else BATCH
+        return super().role(path) or other
 
     def with_inferred_roles(self, graph: Graph, call: Call) -> Self:
-        """The strategy, with the roles that the pipelined call inferred."""
-        rows = argument_rows(graph.program)
-        found = {path: BATCH if row else PARAMS for path, row in rows.items()}
-        return replace(self, inferred=found)
+        """The strategy itself: the pipelined call infers no roles."""
+        del graph, call
+        return self
 
     def layout(self, leaf: Leaf, mesh: Mesh) -> PartitionSpec:
         """The layout of one array of the arguments."""

@@ -22,7 +22,7 @@ from tessera.errors import NoMeshError, ParameterNameError
 from tessera.foundations.tree import Skeleton, partition
 from tessera.graph.gradient_primitive import unreached_parameters
 from tessera.graph.ir import Graph, Role, Value
-from tessera.graph.pipelining.pipeline_primitive import argument_rows, has_pipeline
+from tessera.graph.pipelining.pipeline_primitive import has_pipeline
 from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import gradient_uses
 from tessera.graph.tracer.arguments import Call, is_in
@@ -217,13 +217,10 @@ class _Tracing:
 
     def _infer_roles(self, graph: Graph) -> bool:
         """Infer the roles of arguments; whether there are new ones."""
-        before, strategy = self.options, self.options.strategy
-        if strategy is not None:
-            self.options = replace(
-                before, strategy=strategy.with_inferred_roles(graph, self.call)
-            )
-        elif before.split_batch and not before.batch and not self._asks_for_weights:
-            self.options = replace(before, inferred=argument_rows(graph.program))
+        before = self.options
+        if before.strategy is not None:
+            found = before.strategy.with_inferred_roles(graph, self.call)
+            self.options = replace(before, strategy=found)
         return self.options != before
 
     def _common_mesh(
