@@ -143,13 +143,13 @@ LINEAR: Final = (
     | BROADCASTS
     | _names("""
         add add_any concatenate convert_element_type copy copy_p div dot_general
-        dynamic_slice gather integer_pow mul neg reduce_sum select_n slice stack sub
+        dynamic_slice gather mul neg reduce_sum select_n slice stack sub
     """)
 )
 """Linear in an operand, where the other operands and the parameters allow it.
 
-``mul`` is linear in each of its operands and not in both together, ``integer_pow`` is
-where its exponent is one: users check that themselves.
+``mul`` is linear in each of its operands and not in both together: users check that
+themselves.
 """
 
 SIZE_PRESERVING: Final = (

@@ -186,8 +186,6 @@ class _Decomposer:
                 legal &= sums == [0]
             case "select_n":
                 legal &= 0 not in sums
-            case "integer_pow":
-                legal &= primitives.exponent(equation) == 1
             case "convert_element_type":
                 legal &= _is_float(equation.outvars[0])
         if not legal:
