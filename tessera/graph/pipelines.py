@@ -226,7 +226,9 @@ class _PipelineConfig:
             )
         function = _ArrayFunction(body, args, kwargs)
         name, number = getattr(body, "__name__", "pipeline"), len(here.pipelined)
-        here.pipelined.append(tuple(map(jax.typeof, function.arrays)))
+        by_row = self._by_row(function, name)
+        data = compress(function.arrays, by_row)
+        here.pipelined.append(frozenset(array.shape[0] for array in data))
         stages = self.stages
         if stages is None:
             stages = _stages_called(function, here)
@@ -236,12 +238,10 @@ class _PipelineConfig:
             schedule=self._schedule(mesh, self.check(mesh, stages), here),
             mesh=mesh,
             axis=self.axis,
-            paths=function.paths,
-            by_row=self._by_row(function, name),
         )
         with self._tracing_stages(here, mesh, stages):
             if here.is_whole_batch:
-                results = SplitCall(function, call, stages, here).bind()
+                results = SplitCall(function, by_row, call, stages, here).bind()
             else:
                 results = bind_unsplit(function, call)
         return jax.tree.unflatten(function.results, results)

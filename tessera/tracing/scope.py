@@ -60,7 +60,7 @@ class Scope:
       plan: The schedule that it is traced under.
       is_whole_batch: Whether it is traced for the batch of the call, and not for a
         microbatch. See ``Graph.microbatch``.
-      pipelined: The types of each pipelined call's arguments, in order.
+      pipelined: The numbers of rows of each pipelined call's arguments, in order.
       stage_end: Marks a stage's results, from its name and these, in a pipeline.
       stored: Maps the declared layout of a parameter to the one that it is stored in.
       is_eager: Whether operations run at once, and nothing is traced.
@@ -73,7 +73,7 @@ class Scope:
     unreached: dict[int, frozenset[str]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     is_whole_batch: bool = True
-    pipelined: list[tuple[Any, ...]] = field(default_factory=list)
+    pipelined: list[frozenset[int]] = field(default_factory=list)
     stage_end: Callable[[str, Any], Any] | None = None
     stored: Callable[[tuple[int, ...], ShardSpec | None], ShardSpec | None] | None = (
         None

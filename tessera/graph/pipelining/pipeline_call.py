@@ -45,9 +45,10 @@ _DATA_AXES = ("dp",)
 
 
 class ArrayFunction(Protocol):
-    """A function of arrays, and its arguments."""
+    """A function of arrays, and its arguments with their paths."""
 
     arrays: list[Any]
+    paths: tuple[str, ...]
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """The results for other arrays."""
@@ -67,12 +68,14 @@ class SplitCall:
 
     Attributes:
       function: The function, with its arguments.
+      by_row: For each of them, whether its leading dim is the batch dim.
       call: The call.
       names: The stages.
       here: The scope of the step.
     """
 
     function: ArrayFunction
+    by_row: Sequence[bool]
     call: PipelineCall
     names: Sequence[str]
     here: scope.Scope
@@ -106,16 +109,16 @@ class SplitCall:
     @cached_property
     def _data(self) -> list[Any]:
         """The arguments that have rows."""
-        return list(compress(self.function.arrays, self.call.by_row))
+        return list(compress(self.function.arrays, self.by_row))
 
     @cached_property
     def _paths(self) -> list[str]:
         """Their paths."""
-        return list(compress(self.call.paths, self.call.by_row))
+        return list(compress(self.function.paths, self.by_row))
 
     @cached_property
     def _others(self) -> list[Any]:
-        return list(compress(self.function.arrays, map(not_, self.call.by_row)))
+        return list(compress(self.function.arrays, map(not_, self.by_row)))
 
     @cached_property
     def _rows(self) -> int:
@@ -142,7 +145,7 @@ class SplitCall:
 
     def _program(self, rows: int) -> Traced:
         """The function's program for some rows; its weights are inputs after those."""
-        by_row = self.call.by_row
+        by_row = self.by_row
         # Those that have rows come first; the sort is stable.
         order = sorted(range(len(by_row)), key=lambda number: not by_row[number])
 

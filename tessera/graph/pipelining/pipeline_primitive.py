@@ -51,8 +51,6 @@ class PipelineCall:
       schedule: The schedule of the stages.
       mesh: The mesh.
       axis: The pipeline's axis.
-      paths: The path of each array of the arguments.
-      by_row: For each of them, whether its leading dim is the batch dim.
       results: The types of its results.
       staged: The stages' programs, for one device's part of a microbatch.
       rows: Rows of the whole batch.
@@ -66,8 +64,6 @@ class PipelineCall:
     schedule: Schedule
     mesh: Mesh
     axis: str
-    paths: tuple[str, ...]
-    by_row: tuple[bool, ...]
     results: tuple[Any, ...] = ()
     staged: StagedProgram | None = None
     rows: int = 0

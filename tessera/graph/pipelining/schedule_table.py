@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines a pipeline schedule: a table of each device's work in each tick.
 
-:mod:`.schedules` builds tables, :mod:`.legality` checks them, :mod:`.buffer_slots`
-allocates the ring buffers that they need, and :mod:`.schedule_loop` executes them.
+:mod:`.named_schedules` builds tables, :mod:`.schedule_legality` checks them,
+:mod:`.buffer_slots` allocates the ring buffers that they need, and
+:mod:`.schedule_loop` executes them.
 """
 
 from collections.abc import Iterator

@@ -65,13 +65,11 @@ class StagedProgram:
     Attributes:
       program: The whole program; its weights are inputs after the others.
       num_inputs: How many inputs are no weights.
-      names: The stages' names.
       jaxprs: The stages, in order.
     """
 
     program: jaxprs.Program
     num_inputs: int
-    names: tuple[str, ...]
     jaxprs: tuple[StageJaxpr, ...]
 
     def run(
@@ -132,7 +130,7 @@ def split_stages(
             _check_wire(jaxpr.received, names[stage - 1])
         stages.append(jaxpr)
         read_later = list(jaxpr.received)
-    return StagedProgram(program, num_inputs, tuple(names), tuple(stages[::-1]))
+    return StagedProgram(program, num_inputs, tuple(stages[::-1]))
 
 
 def _stage(

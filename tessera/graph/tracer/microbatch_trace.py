@@ -110,8 +110,7 @@ class BatchRows:
         except (TypeError, ValueError) as error:
             raise _no_rows_of_a_batch(first, size, first_line(error)) from error
         for _, _, call in self._calls():
-            types = zip(call.by_row, here.pipelined[call.number], strict=True)
-            for count in {aval.shape[0] for has_rows, aval in types if has_rows}:
+            for count in here.pipelined[call.number]:
                 if count != call.rows * size:
                     problem = f"{count} rows in {call.rows}"
                     raise _no_rows_of_a_batch(first, size, problem)
