@@ -55,7 +55,7 @@ class Call:
             return operands, gradient
         draw = np.random.default_rng(1).integers(0, self.segments, (2, self.queries))
         ids = jnp.asarray(np.sort(draw, 1), jnp.int32)
-        return operands._replace(query_segments=ids, key_segments=ids), gradient
+        return operands._replace(segments=ids), gradient
 
     def settings(self) -> Options:
         """What the reference and the choice of a route read."""
@@ -64,7 +64,6 @@ class Call:
             scale=self.width**-0.5,
             window=self.options.get("window"),
             soft_cap=self.options.get("soft_cap"),
-            shared_segments=self.segments > 0,
         )
 
 
@@ -130,7 +129,7 @@ def _with_gradients(call: Call, route: str, operands: Operands, gradient: Any) -
     """The result and the gradients; segments are arguments, lest XLA folds them."""
 
     def attend(*arrays: Any) -> Any:
-        segments = operands.query_segments
+        segments = operands.segments
         return op.flash_attention(
             *arrays, segment_ids=segments, implementation=route, **call.options
         )

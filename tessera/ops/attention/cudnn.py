@@ -34,7 +34,7 @@ def unsupported_reason(
     operands: Operands, options: Options, device: Device
 ) -> str | None:
     """Why cuDNN does not support such a call on that device; or None."""
-    q, k = operands.q, operands.k
+    q = operands.q
     if device.capability < _AMPERE:
         found = ".".join(map(str, device.capability))
         return f"cuDNN's attention needs compute capability 8.0, and this is {found}"
@@ -48,15 +48,8 @@ def unsupported_reason(
         )
     if options.soft_cap is not None:
         return "cuDNN has no soft_cap"
-    if operands.query_segments is not None:
-        if device.capability < _HOPPER:
-            return "cuDNN's attention over packed rows needs compute capability 9.0"
-        if not options.shared_segments or q.shape[2] != k.shape[2]:
-            return "cuDNN takes one array of segment ids, for queries and keys"
-    if operands.offset is not None or options.offset:
-        return "cuDNN has no query_offset"
-    if options.causal and q.shape[2] != k.shape[2]:
-        return "cuDNN's causal attention is used for as many queries as keys only"
+    if operands.segments is not None and device.capability < _HOPPER:
+        return "cuDNN's attention over packed rows needs compute capability 9.0"
     return None
 
 
@@ -67,7 +60,7 @@ def max_segments(length: int) -> int:
 
 def attend(operands: Operands, options: Options) -> Array:
     """The output of the queries: ``[B, H, S, D]``."""
-    if operands.query_segments is not None:
+    if operands.segments is not None:
         return _attend_packed(operands, options)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     # JAX does not count the query's own position.
@@ -89,8 +82,8 @@ def _attend_packed(operands: Operands, options: Options) -> Array:
 
     The ids decide at run time: segments that cuDNN is not told of would be wrong.
     """
-    assert operands.query_segments is not None
-    segments = Segments.of(operands.query_segments, max_segments(operands.q.shape[2]))
+    assert operands.segments is not None
+    segments = Segments.of(operands.segments, max_segments(operands.q.shape[2]))
 
     def by_cudnn(operands: Operands) -> Array:
         q, k, v = operands[:3]

@@ -15,10 +15,8 @@ An implementation is a module with two functions:
 ``jax.ShapeDtypeStruct``. The first of ``IMPLEMENTATIONS`` that supports a call serves
 it, so they are in order of speed; ``xla`` is last and supports every call.
 
-Query i of a sequence has the position ``i + offset``, and key j the position j. A query
-attends to the keys of its own segment; with ``causal`` only to those at or before its
-position, and with a window of w to the last w of these. The output of a query that
-attends to no key is zeros.
+A query attends to the keys of its own segment; with ``causal`` only to those at or
+before its position, and with a window of w to the last w of these.
 
 The modules are imported at their first use, so that ``import tessera`` loads no kernel
 language. A call is traced inside a scope and a program with the name of its
@@ -54,18 +52,14 @@ class Operands(NamedTuple):
       q: ``[B, H, S, D]``.
       k: ``[B, G, T, D]``, G dividing H; head h of q attends to ``h // (H / G)`` of k.
       v: ``[B, G, T, D]``.
-      query_segments: int32 ``[B, S]``, or None where a sequence is one segment.
-      key_segments: int32 ``[B, T]``, None where ``query_segments`` is.
-      offset: int32 scalar that is added to ``Options.offset``, or None.
+      segments: int32 ``[B, S]``, or None where a sequence is one segment.
       window: int32 scalar that replaces ``Options.window``, or None.
     """
 
     q: Array
     k: Array
     v: Array
-    query_segments: Array | None = None
-    key_segments: Array | None = None
-    offset: Array | None = None
+    segments: Array | None = None
     window: Array | None = None
 
 
@@ -78,17 +72,12 @@ class Options:
       scale: The factor of the products of queries and keys.
       window: How many positions back a causal query attends, including its own.
       soft_cap: Scaled scores s become ``soft_cap * tanh(s / soft_cap)``.
-      offset: The position of the first query.
-      shared_segments: Whether the segments of the keys are those of the queries, so
-        that each query attends at least to the key at its own index.
     """
 
     causal: bool
     scale: float
     window: int | None = None
     soft_cap: float | None = None
-    offset: int = 0
-    shared_segments: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ def flash_attention(  # noqa: PLR0913
     window: Any = None,
     soft_cap: float | None = None,
     segment_ids: Any = None,
-    query_offset: Any = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention, with memory linear in the length of the sequence.
@@ -56,22 +55,18 @@ def flash_attention(  # noqa: PLR0913
       q: Queries ``[B, H, S, D]``.
       k: Keys ``[B, G, T, D]``, G dividing H.
       v: Values ``[B, G, T, D]``.
-      causal: Whether a query attends only to keys at or before its position.
+      causal: Whether a query attends only to keys at or before its position; S is T.
       scale: The factor of the products of queries and keys; ``D ** -0.5`` by default.
       window: How many positions back a causal query attends, including its own: an
         integer, or an integer array of shape (). None is all.
       soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
-      segment_ids: A query attends to the keys of its own segment. Integers ``[B, S]``
-        where S is T, or a pair for queries and keys, ``[B, S]`` and ``[B, T]``.
-      query_offset: The position of the first query, which is the number of keys before
-        it: an integer, or an integer array of shape (). None is 0, and requires S = T
-        if ``causal``.
+      segment_ids: A query attends to the keys of its own segment: integers ``[B, S]``,
+        where S is T.
       implementation: ``cudnn``, ``splash`` or ``xla``; None is the first of these that
         supports this call on this device.
 
     Returns:
-      ``[B, H, S, D]`` in the dtype of the operands. The output of a query that attends
-      to no key is zeros.
+      ``[B, H, S, D]`` in the dtype of the operands.
 
     Raises:
       OperandError: [T401] shapes, dtypes or options that are not valid.
@@ -88,16 +83,11 @@ def flash_attention(  # noqa: PLR0913
     q, k, v = as_array(q), as_array(k), as_array(v)
     _check_operands(q, k, v)
     segments = _segments(q, k, segment_ids)
-    _check_options(q, k, causal, window, soft_cap, query_offset)
-    offset, dynamic_offset = _static_or_dynamic("query_offset", query_offset)
-    width, dynamic_width = _static_or_dynamic("window", window)
-    if not causal:
-        offset, dynamic_offset = None, None  # positions make no difference
+    _check_options(q, k, causal, window, soft_cap)
+    width, dynamic_width = _static_or_dynamic(window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    shared = segment_ids is not None and not isinstance(segment_ids, tuple)
-    options = Options(causal, scale, width, soft_cap, offset or 0, shared)
-    arrays = varying_alike(q, k, v, *segments, dynamic_offset, dynamic_width)
-    operands = Operands(*arrays)
+    options = Options(causal, scale, width, soft_cap)
+    operands = Operands(*varying_alike(q, k, v, segments, dynamic_width))
     if narrow := wire_of(q.dtype):
         # No pass can change the matmuls inside of a kernel.
         def cast(x: Array) -> Array:
@@ -122,38 +112,38 @@ def _dispatch(implementation: str | None, operands: Operands, options: Options) 
     return check_supported(implementation, operands, options, device)
 
 
-def _static_or_dynamic(name: str, value: Any) -> tuple[int | None, Array | None]:
-    """An integer that is known while tracing, or else an int32 scalar."""
-    if value is None or isinstance(value, (int, np.integer)):
-        return None if value is None else int(value), None
-    array = jnp.asarray(value)
+def _static_or_dynamic(window: Any) -> tuple[int | None, Array | None]:
+    """A window that is known while tracing, or else an int32 scalar."""
+    if window is None or isinstance(window, (int, np.integer)):
+        return None if window is None else int(window), None
+    array = jnp.asarray(window)
     if array.shape or not jnp.issubdtype(array.dtype, jnp.integer):
         raise OperandError(
-            f"flash_attention takes one {name} for all queries",
-            got=f"{name} {array.dtype.name}{list(array.shape)}",
+            "flash_attention takes one window for all queries",
+            got=f"window {array.dtype.name}{list(array.shape)}",
             fix="pass an integer, or an array of shape () and an integer dtype",
         )
     return None, array.astype(jnp.int32)
 
 
-def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array | None, ...]:
-    """Segments of queries and of keys, int32; or None for both."""
+def _segments(q: Array, k: Array, segment_ids: Any) -> Array | None:
+    """The segments of queries and of keys, int32."""
     if segment_ids is None:
-        return None, None
-    pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
-    arrays = tuple(jnp.asarray(ids) for ids in pair)
-    shapes = [(q.shape[0], q.shape[2]), (k.shape[0], k.shape[2])]
-    integers = all(jnp.issubdtype(ids.dtype, jnp.integer) for ids in arrays)
-    if [ids.shape for ids in arrays] != shapes or not integers:
+        return None
+    ids, shape = jnp.asarray(segment_ids), (q.shape[0], q.shape[2])
+    if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise OperandError(
-            "flash_attention takes a segment id for each query and for each key",
-            got="segment_ids "
-            + ", ".join(f"{ids.dtype.name}{list(ids.shape)}" for ids in arrays),
-            fix=f"pass integers of shape {shapes[0]}"
-            if shapes[0] == shapes[1]
-            else f"pass a pair of integer arrays of shapes {shapes[0]} and {shapes[1]}",
+            "flash_attention takes a segment id for each query",
+            got=f"segment_ids {ids.dtype.name}{list(ids.shape)}",
+            fix=f"pass integers of shape {shape}",
         )
-    return tuple(ids.astype(jnp.int32) for ids in arrays)
+    if q.shape[2] != k.shape[2]:
+        raise OperandError(
+            "flash_attention takes segments of as many queries as keys",
+            got=f"segment_ids, {q.shape[2]} queries, {k.shape[2]} keys",
+            fix="use jax.nn.dot_product_attention with a mask",
+        )
+    return ids.astype(jnp.int32)
 
 
 def _check_operands(q: Array, k: Array, v: Array) -> None:
@@ -176,16 +166,14 @@ def _check_options(
     causal: bool,
     window: Any,
     soft_cap: float | None,
-    query_offset: Any,
 ) -> None:
     queries, keys = q.shape[2], k.shape[2]
     problems = list[tuple[str, str]]()
-    if causal and queries != keys and query_offset is None:
+    if causal and queries != keys:
         problems.append(
             (
-                f"{queries} queries, {keys} keys, causal=True and no query_offset",
-                f"give the position of the first query: query_offset={keys - queries} "
-                "where the queries are the last, or pass causal=False",
+                f"{queries} queries, {keys} keys, causal=True",
+                "pass causal=False, or use jax.nn.dot_product_attention with a mask",
             )
         )
     known = isinstance(window, (int, np.integer))

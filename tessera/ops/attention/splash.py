@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on TPUs by the kernels that JAX ships, "splash attention".
 
-The kernels have one static mask and no scale, and divide by zero for a query that
-attends to no key. Queries are multiplied by the scale before, which rounds them once to
-their dtype unless it is a power of two, and calls that may have such a query are not
-supported. Sequences are padded to whole blocks.
+The kernels have one static mask and no scale. Queries are multiplied by the scale
+before, which rounds them once to their dtype unless it is a power of two. Sequences are
+padded to whole blocks.
 
 Source: ``jax.experimental.pallas.ops.tpu.splash_attention``; T. Dao, FlashAttention-2,
 arXiv 2307.08691.
@@ -44,6 +43,7 @@ def unsupported_reason(
     operands: Operands, options: Options, device: Device
 ) -> str | None:
     """Why the kernels do not support such a call there; or None."""
+    del options, device
     q = operands.q
     if q.dtype.name not in _WIDEST:
         return f"splash attention takes bfloat16 and float32, and got {q.dtype}"
@@ -53,28 +53,8 @@ def unsupported_reason(
             f"splash attention takes heads up to {widest} in {q.dtype}, "
             f"and got {q.shape[3]}"
         )
-    if operands.offset is not None:
-        return "splash attention has no offset that changes from run to run"
     if checks_varying_axes():
         return "splash attention does not say which mesh axes its results vary over"
-    return _empty_row_reason(operands, options)
-
-
-def _empty_row_reason(operands: Operands, options: Options) -> str | None:
-    """Why a query may attend to no key; None where each attends to at least one."""
-    queries, keys = operands.q.shape[2], operands.k.shape[2]
-    if options.causal:
-        last = options.offset + queries - 1
-        window = keys + last if options.window is None else options.window
-        if options.offset < 0 or last - window >= keys - 1:
-            return "splash attention needs a key for each query, and one has none"
-    if operands.query_segments is None:
-        return None
-    if not options.shared_segments or options.offset:
-        return (
-            "splash attention takes one array of segment ids, without query_offset: "
-            "with others a query may attend to no key"
-        )
     return None
 
 
@@ -90,15 +70,14 @@ def attend_with(
     q, k, v = operands[:3]
     rows, columns = (SequenceBlocks.of(x.shape[2], max_block) for x in (q, k))
     segments = None
-    if operands.query_segments is not None:
-        assert operands.key_segments is not None
-        segments = kernels.SegmentIds(
-            rows.pad(operands.query_segments, 1), columns.pad(operands.key_segments, 1)
-        )
+    if operands.segments is not None:
+        ids = rows.pad(operands.segments, 1)
+        segments = kernels.SegmentIds(ids, ids)
     if options.scale != 1.0:
         # Rounded once: JAX would round the scale to the dtype of q as well.
         q = (q.astype(jnp.float32) * options.scale).astype(q.dtype)
-    kernel = _kernel(BandMask.of(rows, columns, options), options.soft_cap, interpret)
+    mask = BandMask(rows, columns, options.causal, options.window)
+    kernel = _kernel(mask, options.soft_cap, interpret)
     attend_sequence = jax.vmap(kernel, (0, 0, 0, None if segments is None else 0))
     padded = rows.pad(q, 2), columns.pad(k, 2), columns.pad(v, 2)
     visited = np.count_nonzero(kernel.fwd_mask_info.block_mask)
@@ -153,21 +132,12 @@ class BandMask(masks.Mask):
       columns: The keys.
       causal: Whether a query attends only to keys at or before its position.
       window: How many positions back a causal query attends, or None.
-      offset: The position of the first query.
     """
 
     rows: SequenceBlocks
     columns: SequenceBlocks
     causal: bool
     window: int | None
-    offset: int
-
-    @classmethod
-    def of(
-        cls, rows: SequenceBlocks, columns: SequenceBlocks, options: Options
-    ) -> "BandMask":
-        """The mask of a call."""
-        return cls(rows, columns, options.causal, options.window, options.offset)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -189,7 +159,7 @@ class BandMask(masks.Mask):
 
     def __call__(self, query: Any, key: Any) -> Any:
         """Where queries attend to keys, for arrays of indices that broadcast."""
-        distance = query + self.offset - key
+        distance = query - key
         visible = key < self.columns.length
         if self.causal:
             visible = visible & (distance >= 0)

@@ -97,18 +97,14 @@ class _BlockedCall(NamedTuple):
         on_device = -(-batch * heads // scope.num_splits())
         rows = Tiling(1, length, on_device, most)
         columns = Tiling(1, k.shape[2], on_device, most)
-        first = jnp.int32(options.offset)
-        if operands.offset is not None:
-            first = first + operands.offset
-        query_positions = jnp.arange(rows.length, dtype=jnp.int32) + first
-        key_positions = jnp.arange(columns.length, dtype=jnp.int32)
-        query_rows = Rows.of(rows, query_positions, operands.query_segments)
-        key_rows = Rows.of(columns, key_positions, operands.key_segments)
+        query_rows, key_rows = (
+            Rows.of(x, jnp.arange(x.length, dtype=jnp.int32), operands.segments)
+            for x in (rows, columns)
+        )
         window = operands.window
         if window is None:
             fixed = NO_WINDOW if options.window is None else options.window
             window = jnp.int32(fixed)
-        is_whole = rows == columns and not options.offset and operands.offset is None
         return cls(
             rows,
             columns,
@@ -120,6 +116,6 @@ class _BlockedCall(NamedTuple):
                 options.scale,
                 options.soft_cap,
                 skips_by_segments=False,
-                blocks=rows.count if is_whole else None,
+                blocks=rows.count,
             ),
         )

@@ -71,17 +71,16 @@ def exact(
 def visible(operands: Operands, setting: Options) -> np.ndarray:
     """Which keys each query attends to: bool ``[B or 1, S, T]``."""
     queries, keys = operands.q.shape[2], operands.k.shape[2]
-    positions = np.arange(queries)[:, None] + setting.offset
-    distance = positions - np.arange(keys)
+    distance = np.arange(queries)[:, None] - np.arange(keys)
     mask = np.ones_like(distance, bool)[None]
     if setting.causal:
         mask = mask & (distance >= 0)
     if setting.window is not None:
         mask = mask & (distance < setting.window)
-    if operands.query_segments is None:
+    if operands.segments is None:
         return mask
-    ids, others = np.asarray(operands.query_segments), np.asarray(operands.key_segments)
-    return mask & (ids[:, :, None] == others[:, None])
+    ids = np.asarray(operands.segments)
+    return mask & (ids[:, :, None] == ids[:, None])
 
 
 def with_gradients(

@@ -39,9 +39,7 @@ def attend(operands: Operands, options: Options) -> Array:
 def visible(operands: Operands, options: Options) -> Array:
     """Which keys each query attends to: bool ``[B or 1, S, T]``."""
     S, T = operands.q.shape[2], operands.k.shape[2]
-    query = jnp.arange(S, dtype=jnp.int32) + jnp.int32(options.offset)
-    if operands.offset is not None:
-        query = query + operands.offset
+    query = jnp.arange(S, dtype=jnp.int32)
     distance = query[:, None] - jnp.arange(T, dtype=jnp.int32)
     mask = jnp.ones_like(distance, bool)
     if options.causal:
@@ -49,7 +47,6 @@ def visible(operands: Operands, options: Options) -> Array:
     window = options.window if operands.window is None else operands.window
     if window is not None:
         mask = mask & (distance < window)
-    if operands.query_segments is None or operands.key_segments is None:
+    if (ids := operands.segments) is None:
         return mask[None]
-    same = operands.query_segments[:, :, None] == operands.key_segments[:, None]
-    return mask & same
+    return mask & (ids[:, :, None] == ids[:, None])

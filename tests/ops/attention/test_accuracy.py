@@ -47,7 +47,6 @@ class Case:
     window: int | None
     soft_cap: float | None
     segments: bool
-    offset: int
 
     def arrays(self) -> list[Any]:
         """Queries, keys, values, and the gradient of what is read."""
@@ -59,35 +58,34 @@ class Case:
             for size in sizes
         ]
 
-    def segment_ids(self) -> tuple[Any, Any] | None:
-        """Runs of tokens; some queries have none of their segment."""
+    def segment_ids(self) -> Any:
+        """Runs of tokens."""
         if not self.segments:
             return None
         draw = np.random.default_rng(self.seed + 1)
-        return tuple(
-            np.sort(draw.integers(0, 3, size=(2, n)).astype("i4"), axis=1)
-            for n in self.lengths
-        )
+        ids = draw.integers(0, 3, size=(2, self.lengths[0])).astype("i4")
+        return np.sort(ids, axis=1)
 
     def seen(self) -> Any:
         """bool ``[2 or 1, S, T]``."""
         queries, keys = self.lengths
-        places = np.arange(queries) + self.offset
-        distance = places[:, None] - np.arange(keys)
+        distance = np.arange(queries)[:, None] - np.arange(keys)
         seen = np.ones((1, queries, keys), bool)
         if self.causal:
             seen = seen & (distance >= 0)
         if self.window is not None:
             seen = seen & (distance < self.window)
         ids = self.segment_ids()
-        return seen if ids is None else seen & (ids[0][:, :, None] == ids[1][:, None])
+        return seen if ids is None else seen & (ids[:, :, None] == ids[:, None])
 
 
 @st.composite
 def cases(draw: Any) -> Case:
     causal, groups = draw(st.booleans()), draw(st.sampled_from([1, 2]))
     queries = draw(st.integers(1, 40))
-    keys = draw(st.sampled_from([queries, queries + 9]))
+    segments = draw(st.booleans())
+    is_square = causal or segments
+    keys = queries if is_square else draw(st.sampled_from([queries, queries + 9]))
     return Case(
         seed=draw(st.integers(0, 99)),
         heads=(groups * draw(st.sampled_from([1, 3])), groups),
@@ -97,8 +95,7 @@ def cases(draw: Any) -> Case:
         causal=causal,
         window=draw(st.sampled_from([None, 1, 7, 30])) if causal else None,
         soft_cap=draw(st.sampled_from([None, 0.8, 20.0])),
-        segments=draw(st.booleans()),
-        offset=draw(st.sampled_from([keys - queries, 3, -4])) if causal else 0,
+        segments=segments,
     )
 
 
@@ -141,7 +138,6 @@ def by_blocks(case: Case) -> Callable[..., Any]:
             window=case.window,
             soft_cap=case.soft_cap,
             segment_ids=case.segment_ids(),
-            query_offset=case.offset,
             implementation="xla",
         )
 
@@ -150,13 +146,10 @@ def by_blocks(case: Case) -> Callable[..., Any]:
 
 def by_reference(case: Case) -> Callable[..., Any]:
     """The call, with a matrix of scores."""
-    scale, offset = case.width**-0.5, case.offset if case.causal else 0
-    options = Options(case.causal, scale, case.window, case.soft_cap, offset)
+    options = Options(case.causal, case.width**-0.5, case.window, case.soft_cap)
 
     def read(*operands: Any) -> Any:
-        return reference.attend(
-            Operands(*operands, *(case.segment_ids() or ())), options
-        )
+        return reference.attend(Operands(*operands, case.segment_ids()), options)
 
     return read
 

@@ -42,9 +42,9 @@ def scalar():
 
 
 CAUSAL = Options(causal=True, scale=0.125)
-SHARED = Options(causal=True, scale=0.125, window=7, shared_segments=True)
+WINDOW = Options(causal=True, scale=0.125, window=7)
 IDS = jax.ShapeDtypeStruct((2, 32), jnp.int32)
-PACKED = {"query_segments": IDS, "key_segments": IDS}
+PACKED = {"segments": IDS}
 
 
 def test_a_device_is_known_by_its_platform_and_capability():
@@ -79,12 +79,8 @@ def test_a_tpu_gets_blocks():
         ({"width": 264}, CAUSAL, HOPPER, "up to 256 on this device, and got 264"),
         ({"width": 60}, CAUSAL, HOPPER, "multiple of 8"),
         ({}, Options(True, 1.0, soft_cap=2.0), HOPPER, "soft_cap"),
-        ({}, Options(True, 1.0, offset=3), HOPPER, "query_offset"),
-        ({"offset": scalar()}, CAUSAL, HOPPER, "query_offset"),
         ({"window": scalar()}, CAUSAL, HOPPER, "before the call runs"),
-        ({"keys": 48}, CAUSAL, HOPPER, "as many queries as keys"),
-        (PACKED, CAUSAL, HOPPER, "one array of segment ids"),
-        (PACKED, SHARED, AMPERE, "packed rows needs compute capability 9.0"),
+        (PACKED, WINDOW, AMPERE, "packed rows needs compute capability 9.0"),
     ],
 )
 def test_cudnn_says_what_it_cannot_do(given, setting, device, reason):
@@ -100,8 +96,8 @@ def test_cudnn_says_what_it_cannot_do(given, setting, device, reason):
         ({"dtype": "float16", "width": 128}, CAUSAL, AMPERE),
         ({"width": 256}, Options(True, 1.0, window=7), HOPPER),
         ({"keys": 48}, Options(False, 1.0), HOPPER),
-        ({"width": 256, **PACKED}, SHARED, HOPPER),
-        (PACKED, SHARED, Device("cuda", "NVIDIA B200", (10, 0))),
+        ({"width": 256, **PACKED}, WINDOW, HOPPER),
+        (PACKED, WINDOW, Device("cuda", "NVIDIA B200", (10, 0))),
     ],
 )
 def test_cudnn_serves_what_it_can(given, setting, device):

@@ -38,7 +38,7 @@ def reference(*arrays, gradient=None, **settings):
     """The output, and with a ``gradient`` of it those of q, k and v."""
     ids = settings.pop("segment_ids", None)
     defaults = {"causal": False, "scale": arrays[0].shape[-1] ** -0.5}
-    operands = Operands(*arrays, query_segments=ids, key_segments=ids)
+    operands = Operands(*arrays, segments=ids)
     cotangent = np.zeros(arrays[0].shape) if gradient is None else gradient
     out, *gradients = exact(operands, Options(**(defaults | settings)), cotangent)
     return out if gradient is None else gradients
@@ -213,7 +213,8 @@ def test_autocast_reaches_its_matmuls():
     ("change", "settings", "text"),
     [
         ({"kv_heads": 3}, {}, "whose G divides H"),
-        ({"keys": 8}, {"causal": True}, "20 queries, 8 keys"),
+        ({"keys": 8}, {"causal": True}, "20 queries, 8 keys, causal=True"),
+        ({"keys": 8}, {"segment_ids": IDS}, "segments of as many queries as keys"),
         ({}, {"window": 4}, "window=4, causal=False"),
         ({}, {"window": 0, "causal": True}, "window=0"),
         ({}, {"soft_cap": 0.0}, "positive soft_cap"),

@@ -24,8 +24,8 @@ MASKS = {
     "window": {"causal": True, "window": 200},
     "soft cap": {"causal": True, "soft_cap": 20.0},
     "window and soft cap": {"causal": True, "window": 200, "soft_cap": 20.0},
-    "packed": {"causal": True, "shared_segments": True},
-    "packed, window": {"causal": True, "shared_segments": True, "window": 100},
+    "packed": {"causal": True},
+    "packed, window": {"causal": True, "window": 100},
 }
 # Those of cuDNN first, then what it refuses.
 CALLS = [
@@ -39,7 +39,7 @@ def packed(operands: Operands) -> Operands:
     rows, length = operands.q.shape[0], operands.q.shape[2]
     ids = np.random.default_rng(1).integers(0, 5, (rows, length))
     ids = jnp.asarray(np.sort(ids, axis=1), jnp.int32)
-    return operands._replace(query_segments=ids, key_segments=ids)
+    return operands._replace(segments=ids)
 
 
 @pytest.mark.parametrize(("mask", "name", "width"), CALLS)
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_as_exact_as_the_reference(mask, name, width):
     operands, gradient = drawn(
         batch=2, heads=4, groups=2, queries=512, keys=512, width=width, dtype="bfloat16"
     )
-    if setting.shared_segments:
+    if mask.startswith("packed"):
         operands = packed(operands)
     if reason := unsupported_reason(name, operands, setting, Device.here()):
         pytest.skip(reason)

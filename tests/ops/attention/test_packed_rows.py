@@ -43,7 +43,7 @@ def stand_in():
         inside = (index >= first) & (index < first + length) & (first >= 0)
         ids = jnp.where(inside.any(1), inside.argmax(1), -1).astype(jnp.int32)
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-        operands = Operands(*heads_first, query_segments=ids, key_segments=ids)
+        operands = Operands(*heads_first, segments=ids)
         out = reference.attend(operands, Options(causal, scale, window))
         jax.debug.callback(lambda: calls.append(1))
         return jnp.where(
@@ -78,7 +78,7 @@ def test_rows_may_be_shorter_than_the_number_of_segments():
 @cache
 def step(window):
     """The output and the gradients; one program for all rows."""
-    options = Options(True, 0.3, window, shared_segments=True)
+    options = Options(True, 0.3, window)
 
     def run(operands, gradient):
         def attend(q, k, v):
@@ -97,7 +97,7 @@ def test_a_token_attends_to_its_own_segment(stand_in, is_listed, ids, window):
     stand_in.clear()
     rows = jnp.asarray([ids, [1] * 12], jnp.int32)
     operands, gradient = drawn(batch=2, heads=4, groups=2, queries=12, keys=12)
-    operands = operands._replace(query_segments=rows, key_segments=rows)
+    operands = operands._replace(segments=rows)
     run, options = step(window)
     found = run(operands, gradient)
     jax.effects_barrier()
