@@ -195,7 +195,8 @@ def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
 def verify(graph: Graph) -> None:
     """Check the invariants of a graph; a failure is a bug of the phase before.
 
-    The jaxpr is well formed, and ``verify_interface`` holds.
+    ``verify_interface`` holds, and the jaxpr is well formed. That is checked with
+    ``jax_enable_checks`` alone, as JAX checks its own: it takes as long as a trace.
     """
     jaxprs.check(graph.program)
     verify_interface(graph)

@@ -11,7 +11,6 @@ import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from jax._src import config, source_info_util, traceback_util
@@ -57,23 +56,15 @@ def hide_library_frames() -> None:
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """An error whose traceback leaves out Tessera's frames, as JAX's leave out its own.
+    """An error whose traceback leaves out the frames of JAX and of Tessera.
 
     ``JAX_TRACEBACK_FILTERING=off`` keeps all of them.
     """
     if config.traceback_filtering.value == "off":
         return error
-    frames: list[TracebackType] = []
-    frame = error.__traceback__
-    while frame is not None:
-        path = Path(frame.tb_frame.f_code.co_filename)
-        if not any(path.is_relative_to(place) for place in _OWN_FILES):
-            frames.append(frame)
-        frame = frame.tb_next
-    found: TracebackType | None = None
-    for frame in reversed(frames):
-        found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return error.with_traceback(found)
+    hide_library_frames()
+    frames: Any = error.__traceback__
+    return error.with_traceback(traceback_util.filter_traceback(frames))
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from tessera.jax_compat.checks import check as check
 from tessera.jax_compat.equation_lines import hide_library_frames as hide_library_frames
 from tessera.jax_compat.equation_lines import is_library_code as is_library_code
 from tessera.jax_compat.equation_lines import source_line as source_line
@@ -96,6 +95,12 @@ def constant_inputs(program: Program) -> list[Atom]:
 def pretty(program: Program) -> str:
     """A program as text, each equation with the user's source line."""
     return _body(program).pretty_print(source_info=True, use_color=False)
+
+
+def check(program: Program) -> None:
+    """Raise JAX's own error where ``jax_enable_checks`` finds a program ill formed."""
+    if config.enable_checks.value:
+        jex.check_jaxpr(_body(program))
 
 
 def is_program(value: object) -> bool:

@@ -146,7 +146,7 @@ def test_a_program_that_does_not_type_check_is_a_bug():
     equation = jaxprs.equations(graph.program)[0]
     mixed = equation.replace(invars=jaxprs.equations(other.program)[0].invars)
     body = getattr(graph.program, "jaxpr", graph.program).replace(eqns=[mixed])
-    with pytest.raises(Exception, match="Variable"):
+    with jax.enable_checks(True), pytest.raises(Exception, match="Variable"):
         verify(replace(graph, program=jax.extend.core.ClosedJaxpr(body, ())))
 
 
