@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tessera.errors import OperandError
 from tessera.ops.matmul import matmul as matmul
-from tessera.ops.operand_checks import dims_of, nearest_divisors
+from tessera.ops.operand_checks import dim_of, nearest_divisors
 from tessera.shard import as_dtype
 
 isfinite, minimum = jnp.isfinite, jnp.minimum
@@ -39,7 +39,7 @@ def split(x: Any, sections: int | Sequence[int], dim: int = 0) -> list[jax.Array
       [(2, 2), (2, 2), (2, 2)]
     """
     x = jnp.asarray(x)
-    (along,) = dims_of("split", x, dim)
+    along = dim_of("split", x, dim)
     size = x.shape[along]
     if isinstance(sections, int) and (sections < 1 or size % sections):
         raise OperandError(

@@ -5,16 +5,15 @@ A facade: every name is defined in ``tessera.ops``, and nothing in the package i
 it.
 """
 
-from tessera.ops.activations import dropout
 from tessera.ops.attention.flash import flash_attention
 from tessera.ops.embedding import embedding
 from tessera.ops.fused_losses import fused_linear_cross_entropy
 from tessera.ops.losses import cross_entropy
-from tessera.ops.norms import layer_norm, rms_norm
+from tessera.ops.norms import rms_norm
 
 # fmt: off
 __all__ = [
-    "cross_entropy", "dropout", "embedding", "flash_attention",
-    "fused_linear_cross_entropy", "layer_norm", "rms_norm",
+    "cross_entropy", "embedding", "flash_attention", "fused_linear_cross_entropy",
+    "rms_norm",
 ]
 # fmt: on

@@ -119,7 +119,7 @@ def test_the_examples_of_a_guide_run(page):
 
 
 def used_names(text: str) -> set[str]:
-    """Dotted names, such as ``ts.nn.dropout``, in Python text."""
+    """Dotted names, such as ``ts.nn.rms_norm``, in Python text."""
     return {
         ast.unparse(node)
         for node in ast.walk(ast.parse(text))

@@ -3,39 +3,35 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tessera.errors import OperandError, nearest
 
-Dims: TypeAlias = int | Sequence[int]
 
-
-def dims_of(name: str, x: Any, dim: Dims) -> tuple[int, ...]:
-    """The dims that ``dim`` names, counted from 0, in its order.
+def dim_of(name: str, x: Any, dim: int) -> int:
+    """A dim of an array, counted from 0.
 
     Args:
       name: The name of the function, for the message.
       x: An array.
-      dim: One dim or several; negative ones count from the end.
+      dim: A dim; a negative one counts from the end.
 
     Raises:
-      OperandError: [T401] the array has no such dim, or one is named twice.
+      OperandError: [T401] the array has no such dim.
 
     Example:
-      >>> dims_of("sum", jnp.ones((2, 3, 4)), (-1, 0))
-      (2, 0)
+      >>> dim_of("split", jnp.ones((2, 3, 4)), -1)
+      2
     """
-    dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    legal = [d % x.ndim for d in dims if -x.ndim <= d < x.ndim]
-    if dims and len(set(legal)) == len(dims):
-        return tuple(legal)
+    if -x.ndim <= dim < x.ndim:
+        return dim % x.ndim
     raise OperandError(
-        f"the operand of {name} does not have these dims",
+        f"the operand of {name} does not have this dim",
         got=f"dim={dim}, shape {tuple(x.shape)}",
-        fix=f"use dims from {-x.ndim} to {x.ndim - 1}, each once"
+        fix=f"use a dim from {-x.ndim} to {x.ndim - 1}"
         if x.ndim
         else "give it an array of one dim or more",
     )
@@ -47,7 +43,7 @@ def swap_dims(x: Any, first: int, second: int) -> jax.Array:
     Raises:
       OperandError: [T401] the array has no such dim.
     """
-    dims = [dims_of("transpose", x, dim)[0] for dim in (first, second)]
+    dims = [dim_of("transpose", x, dim) for dim in (first, second)]
     return jnp.swapaxes(x, *dims)
 
 
@@ -59,27 +55,6 @@ def nearest_divisors(size: int, divisor: int) -> str:
       '2 or 5'
     """
     return nearest((n for n in range(1, size + 1) if size % n == 0), divisor)
-
-
-def at_least_f32(x: jax.Array) -> jax.Array:
-    """``x`` in f32, or as it is where that is wider."""
-    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
-
-
-def floating_along(name: str, x: Any, dim: Dims) -> tuple[jax.Array, tuple[int, ...]]:
-    """A floating-point operand, and the dims that ``dim`` names, in ascending order.
-
-    Raises:
-      OperandError: [T401] its dtype is not floating-point, or it has no such dims.
-    """
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise OperandError(
-            f"{name} takes floating-point numbers",
-            got=f"dtype {x.dtype.name}, shape {x.shape}",
-            fix="cast them first, e.g. with .astype(jnp.float32)",
-        )
-    return x, tuple(sorted(dims_of(name, x, dim)))
 
 
 def raise_problems(message: str, problems: Sequence[tuple[str, str]]) -> None:

@@ -31,12 +31,17 @@ DRAW = np.random.default_rng(0)
 X, W = (DRAW.normal(size=s).astype("f") for s in ((ROWS, WIDTH), (WIDTH, WIDTH)))
 REFUSED = CollectiveError, RandomNumbersError
 
+
+def dropout(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+
 # Of rows, weights and a key: the rows after it. ``keys`` are one for each row.
 LAYERS: dict[str, Callable[..., Any]] = {
     "dense": lambda x, w, key, keys: jnp.tanh(x @ w),
     "scale": lambda x, w, key, keys: x * w[0],
     "noise": lambda x, w, key, keys: x + jax.random.normal(key, x.shape),
-    "dropout": lambda x, w, key, keys: ts.nn.dropout(x, 0.5, key=key),
+    "dropout": lambda x, w, key, keys: dropout(x, key),
     "captured": lambda x, w, key, keys: x + jax.random.uniform(KEY, x.shape[1:]),
     "split": lambda x, w, key, keys: (
         x * jax.random.normal(jax.random.split(key)[1], x.shape)
@@ -157,7 +162,7 @@ split = ts.distribute(strategy="tensor_parallel", mesh_axes=["tp"])
 HIDDEN: dict[str, Callable[..., Any]] = {
     "activation": jnp.tanh,
     "noise": lambda h: h + jax.random.normal(KEY, h.shape),
-    "dropout": lambda h: ts.nn.dropout(h, 0.5, key=KEY),
+    "dropout": lambda h: dropout(h, KEY),
     "noise of features": lambda h: h * jax.random.uniform(KEY, h.shape[1:]),
     "one number": lambda h: h * jax.random.uniform(KEY),
 }

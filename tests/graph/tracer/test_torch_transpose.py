@@ -71,9 +71,9 @@ def test_a_dim_that_there_is_not_is_an_error():
     with pytest.raises(OperandError) as caught:
         ts.function(lambda x: x.transpose(1, 7))(jnp.asarray(X))
     assert str(caught.value) == (
-        "[T401] the operand of transpose does not have these dims\n"
+        "[T401] the operand of transpose does not have this dim\n"
         "  got: dim=7, shape (2, 3, 4, 5)\n"
-        "  fix: use dims from -4 to 3, each once\n"
+        "  fix: use a dim from -4 to 3\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
 
