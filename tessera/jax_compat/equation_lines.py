@@ -16,17 +16,8 @@ from typing import Any
 from jax._src import config, source_info_util, traceback_util
 
 PACKAGE = Path(__file__).parents[1]
-
-_FOLDERS = ("graph", "tracing", "foundations", "jax_compat", "debug", "ops")
-_FOLDERS += ("analysis", "annotations")
-_FACADES = ("arrays.py", "dist.py")
-_FILES = (
-    "shard.py",
-    "shard_spec.py",
-    "mesh.py",
-)
-_NAMES = (*_FOLDERS, *_FACADES, *_FILES)
-_OWN_FILES = tuple(str(PACKAGE / name) for name in _NAMES)
+# Of the layer: models and the trainer count as user code.
+_OWN_FILES = tuple(str(path) for path in PACKAGE.iterdir() if path.name != "train")
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 _INSTALLED = ("site-packages", "dist-packages")
@@ -45,10 +36,7 @@ def lines_in_cache_key() -> AbstractContextManager[Any]:
 
 
 def hide_library_frames() -> None:
-    """Make JAX omit Tessera's own frames from tracebacks and source lines.
-
-    Models and the trainer count as user code: their lines are shown.
-    """
+    """Make JAX omit the layer's frames from tracebacks and source lines."""
     for path in _OWN_FILES:
         if path not in traceback_util._exclude_paths:
             traceback_util.register_exclusion(path)
