@@ -14,7 +14,6 @@ from tessera.errors import OperandError, TesseraError, TesseraWarning
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.command_line import read_command_line
 from tessera.train.data import DataConfig
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.corpus import load
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.file_ranges import Unit
@@ -64,8 +63,8 @@ def chat_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": turns("hi")}))
     config = DataConfig(tokenizer=str(folder), messages_key="messages")
-    (record,) = read_records(Unit(path.name, path, "jsonl"), config, BadRecords())
-    Encoder(config, 10**6).encode(record, BadRecords())
+    (record,) = read_records(Unit(path.name, path, "jsonl"), config, set())
+    Encoder(config, 10**6).encode(record, set())
 
 
 def tensor_error(tmp_path):

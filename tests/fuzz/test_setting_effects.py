@@ -135,7 +135,6 @@ OTHERS = {
     "data.text_key": ("body",),
     "data.messages_key": ("messages",),
     "data.loss_on": ("answers",),
-    "data.max_bad_records": ("5",),
     "data.tokenizer": ("words.json",),
     "data.sources": ("{a: {path: books}}",),
     "data.validation_fraction": ("0.5",),

@@ -80,7 +80,6 @@ def _documents(
     """The token ids of each document, after those that precede every text."""
     import numpy as np
 
-    from tessera.train.data.bad_records import BadRecords
     from tessera.train.data.data_config import DataConfig
     from tessera.train.data.encoding import Encoder
     from tessera.train.data.files import list_files
@@ -89,8 +88,8 @@ def _documents(
     config = DataConfig(
         name="text", path=path, text_key=text_key, tokenizer=trained.tokenizer_name
     )
-    encoder, bad_records = Encoder(config, trained.model.vocab_size), BadRecords()
+    encoder = Encoder(config, trained.model.vocab_size)
     for unit in list_files(path):
-        for record in read_records(unit, config, bad_records):
-            if encoded := encoder.encode(record, bad_records):
-                yield np.array([*trained.prefix, *encoded.ids], np.int32)
+        for record in read_records(unit, config, set()):
+            ids = encoder.encode(record, set()).ids
+            yield np.array([*trained.prefix, *ids], np.int32)

@@ -92,7 +92,6 @@ def _conversations(
     options: Namespace, prompts: list[str]
 ) -> "Iterator[tuple[Any, Conversation]]":
     """Each prompt or its messages, and the conversation that is to be answered."""
-    from tessera.train.data.bad_records import BadRecords
     from tessera.train.data.chat_template import Conversation
     from tessera.train.data.data_config import DataConfig
     from tessera.train.data.files import list_files
@@ -103,15 +102,15 @@ def _conversations(
         yield prompt, Conversation([*system, {"role": "user", "content": prompt}])
     if (path := options.messages_file) is not None:
         config = DataConfig(name="text", path=path, messages_key="messages")
-        bad_records = BadRecords()
+        ignored = set[str]()
         for unit in list_files(path, "jsonl"):
-            for record in read_records(unit, config, bad_records):
+            for record in read_records(unit, config, ignored):
                 chat = record.conversation
                 assert chat is not None
                 messages = [*system, *chat.messages]
                 yield chat.messages, chat._replace(messages=messages)
-        if bad_records.ignored:
-            keys = ", ".join(bad_records.ignored)
+        if ignored:
+            keys = ", ".join(sorted(ignored))
             sys.stderr.write(f"not used: keys of the conversations: {keys}\n")
 
 

@@ -17,6 +17,7 @@ _MESH_SHAPE: Final = {"mesh_shape": list[Any]}
 # Settings of earlier versions. They change no array of the state but ``residual``, of
 # which a restoration tells.
 _GONE: Final = {
+    "data": ("max_bad_records",),
     "training": ("validation_batches", "gradient_compression", "compression_ratio"),
     "runtime": (
         "timeline_dir",

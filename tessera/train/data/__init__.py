@@ -8,7 +8,6 @@ records        reads the texts or conversations of a part
 record_values  checks texts and conversations
 tables         reads a column of Parquet and Arrow files
 parquet_pages  sizes of pages before they are read
-bad_records    counts the records that cannot be used
 tokenization   text -> ids and back
 tokenizer_folder
                special tokens and chat template, as Hugging Face stores them

@@ -7,13 +7,12 @@ batches; a mixture does so for each of its sources.
 
 import hashlib
 import platform
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
 from tessera.errors import EmptyDataError, SettingValueError
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.batches import (
     Share,
     order_fingerprint,
@@ -40,7 +39,7 @@ class Source:
       weight: Its part of the training rows, relative to the other sources.
       train_rows: The rows for training.
       validation_rows: The rows for validation.
-      bad_records: The records that were left out.
+      ignored: Keys of its records that change what others would train on.
     """
 
     name: str
@@ -48,15 +47,13 @@ class Source:
     weight: float
     train_rows: PackedRows
     validation_rows: PackedRows
-    bad_records: BadRecords
+    ignored: Collection[str] = ()
 
     def describe(self) -> list[tuple[str, str]]:
         """A few labels and texts for the log."""
         lines = [("data", self.title)]
-        if self.bad_records.counts:
-            lines.append(("left out", str(self.bad_records)))
-        if self.bad_records.ignored:
-            ignored = "keys of its records: " + ", ".join(self.bad_records.ignored)
+        if self.ignored:
+            ignored = "keys of its records: " + ", ".join(sorted(self.ignored))
             lines.append(("not used", ignored))
         lines.append(("train", _sizes(self.train_rows)))
         lines.append(("validation", _sizes(self.validation_rows)))
@@ -278,7 +275,7 @@ def load(
       TokenRangeError: [T604] a text has a token that the model does not have.
       TokenizerError: [T605] the tokenizer does not exist or cannot be read.
       DataFormatError: [T606] a file is not text.
-      BadRecordError: [T607] records have no text, more than ``max_bad_records``.
+      BadRecordError: [T607] a record has no text or no messages.
       TokenCacheError: [T608] prepared tokens cannot be stored, or are damaged.
       SettingValueError: [T502] a setting is out of range or would be ignored.
       SettingConflictError: [T507] ``text_key`` is given, and no file has keys.
@@ -336,7 +333,7 @@ def _read_source(
     title = f"text at {config.path!r}"
     if config.name == "stdlib":
         title = f"standard library of Python {platform.python_version()}"
-    sides, bad_records = prepare(config, units_of(config), encoder, vocab_size)
+    sides, ignored = prepare(config, units_of(config), encoder, vocab_size)
     streams = [
         TokenStream(
             (shard for block in blocks for shard in block.shards),
@@ -345,7 +342,7 @@ def _read_source(
         for blocks in sides
     ]
     rows = _rows(streams, sequence_length)
-    return Source(name, title, weight, *rows, bad_records)
+    return Source(name, title, weight, *rows, ignored)
 
 
 def _rows(
@@ -375,7 +372,7 @@ def _make_synthetic(
     ]
     rows = _rows(streams, sequence_length)
     title = "synthetic patterns"
-    return tokenizer, [Source(config.name, title, 1.0, *rows, BadRecords())]
+    return tokenizer, [Source(config.name, title, 1.0, *rows)]
 
 
 def _check_text(source: Source, fraction: float) -> None:

@@ -80,8 +80,6 @@ class DataConfig:
       messages_key: For JSON lines and tables: the key of a list of messages with role
         and content, instead of a text; the tokenizer's chat template writes them.
       loss_on: For messages: which tokens are learned.
-      max_bad_records: For text: how many records may be skipped because they have no
-        text or no messages.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one.
       validation_fraction: The share of the data for validation; 0 disables it.
       sources: For mixture: the sources by name, each with path and weight, and with
@@ -99,7 +97,6 @@ class DataConfig:
     text_key: str = "text"
     messages_key: str = ""
     loss_on: str = setting("all", choices=LOSS_ON)
-    max_bad_records: int = setting(0, least=0, most=MOST_COUNT)
     tokenizer: str = "bytes"
     validation_fraction: float = setting(0.05, least=0, below=1)
     sources: dict[str, SourceConfig] = field(default_factory=dict)
@@ -112,7 +109,6 @@ class DataConfig:
 # Settings that a source does not read, and then those that files do not.
 _UNREAD: Final = (
     Conflict("name!=text", "path format text_key messages_key loss_on"),
-    Conflict("name!=text|mixture", "max_bad_records"),
     Conflict("name=synthetic", "tokenizer num_workers cache_dir"),
     Conflict("name!=mixture", "sources"),
     Conflict("name!=synthetic", "synthetic"),

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.errors import EmptyDataError, TokenizerError, TokenRangeError
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.chat_template import (
     AnswerRange,
     Conversation,
@@ -78,18 +77,18 @@ class Encoder:
         else:
             check_separator(self.tokenizer, vocab_size)
 
-    def encode(self, record: Record, bad_records: BadRecords) -> Encoded | None:
-        """The tokens of a record; None if it cannot be used.
+    def encode(self, record: Record, ignored: set[str]) -> Encoded:
+        """The tokens of a record.
 
         Args:
           record: The record.
-          bad_records: Counts the records that are skipped.
+          ignored: Collects keys that the chat template does not read.
 
         Raises:
           EmptyDataError: [T602] it is not UTF-8, and the tokenizer needs that.
           TokenRangeError: [T604] it has a token that the model does not have.
           TokenizerError: [T605] the tokenizer has no ids for it.
-          BadRecordError: [T607] too many records cannot be used.
+          BadRecordError: [T607] it is a conversation that cannot be used.
         """
         loss_mask: npt.NDArray[np.bool_] | None = None
         try:
@@ -98,15 +97,12 @@ class Encoder:
                 ids = self.tokenizer.encode(text)
             else:
                 chat = record.conversation
-                text, ids, loss_mask = self._encode_chat(chat, bad_records)
+                text, ids, loss_mask = self._encode_chat(chat, ignored)
         except UnicodeDecodeError as error:
-            bad_records.skip("not UTF-8", _not_utf8(record, error))
-            return None
+            raise _not_utf8(record, error) from error
         except ConversationError as error:
             unit, offset = record.unit, record.offset
-            bad = bad_record(unit, offset, str(error), self._config)
-            bad_records.skip("unusable conversation", bad)
-            return None
+            raise bad_record(unit, offset, str(error), self._config) from error
         if out_of_vocabulary(ids, self._vocab_size).size:
             check_tokens(
                 record.name,
@@ -120,11 +116,11 @@ class Encoder:
         return Encoded(ids, loss_mask, size)
 
     def _encode_chat(
-        self, conversation: Conversation, bad_records: BadRecords
+        self, conversation: Conversation, ignored: set[str]
     ) -> tuple[str, Ids, npt.NDArray[np.bool_] | None]:
         assert self._template is not None
         assert isinstance(self.tokenizer, JsonTokenizer)
-        bad_records.ignore(self._template.unread(conversation))
+        ignored.update(self._template.unread(conversation))
         learns_all = self._config.loss_on == "all"
         if learns_all and not any(map(is_unlearned, conversation.messages)):
             text = self._template.render(conversation)
@@ -140,7 +136,7 @@ class Encoder:
         return text, ids, _overlapping(characters, learned)
 
     def encode_all(
-        self, records: Iterable[Record], bad_records: BadRecords
+        self, records: Iterable[Record], ignored: set[str]
     ) -> Iterator[Encoded]:
         """The tokens of records, some of which are in memory at a time.
 
@@ -148,16 +144,14 @@ class Encoder:
           TesseraError: As ``encode``.
         """
         if self._template is not None:
-            each = (self.encode(record, bad_records) for record in records)
-            yield from (one for one in each if one is not None)
+            yield from (self.encode(record, ignored) for record in records)
             return
         for batch in _batches(records):
             try:
                 encoded = self._encode_batch(batch)
             except (UnicodeDecodeError, TokenizerError, TokenRangeError):
-                # One by one, to skip or to name the records that cannot be used.
-                each = (self.encode(record, bad_records) for record in batch)
-                encoded = [one for one in each if one is not None]
+                # One by one, to name the record.
+                encoded = [self.encode(record, ignored) for record in batch]
             yield from encoded
 
     def _encode_batch(self, records: Sequence[Record]) -> list[Encoded]:

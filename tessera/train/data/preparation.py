@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import TesseraError, TokenCacheError
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.file_ranges import Unit
@@ -48,7 +47,7 @@ _log: Final = logging.getLogger("tessera")
 
 # All other settings do. The tokenizer counts by the content of its files.
 _NO_CHANGE_OF_TOKENS: Final = frozenset(
-    {"path", "sources", "tokenizer", "validation_fraction", "max_bad_records"}
+    {"path", "sources", "tokenizer", "validation_fraction"}
     | {"prefetch", "num_workers", "cache_dir", "synthetic"}
 )
 # Small files share a block of this size; larger ones come as units of about as much.
@@ -100,7 +99,7 @@ def prepare(
     sides: Sequence[Sequence[Unit]],
     encoder: Encoder,
     vocab_size: int,
-) -> tuple[list[list[StoredBlock]], BadRecords]:
+) -> tuple[list[list[StoredBlock]], set[str]]:
     """The tokens of some units, made now or by an earlier run.
 
     Args:
@@ -110,7 +109,7 @@ def prepare(
       vocab_size: The model's vocabulary size.
 
     Returns:
-      The blocks of each side, and the records that were skipped.
+      The blocks of each side, and the keys of records that were ignored.
 
     Raises:
       TokenRangeError: [T604] a text has a token that the model does not have.
@@ -123,16 +122,16 @@ def prepare(
     job = Job(config, vocab_size, [task for side in tasks for task in side])
     _make_missing(job, folder)
     blocks = [[read_block(task.folder) for task in side] for side in tasks]
-    bad_records = BadRecords(config.max_bad_records)
+    ignored = set[str]()
     for task, block in zip(
         job.tasks, (b for side in blocks for b in side), strict=True
     ):
-        bad_records.add(BadRecords(**block.bad_records))
+        ignored.update(block.ignored)
         if any(shard.largest_id >= vocab_size for shard in block.shards):
             # Made for a larger model; reading it again names the text and raises.
-            for _ in _encode(task, config, encoder, BadRecords(config.max_bad_records)):
+            for _ in _encode(task, config, encoder, set()):
                 pass
-    return blocks, bad_records
+    return blocks, ignored
 
 
 def _settings_fingerprint(config: DataConfig) -> str:
@@ -245,20 +244,20 @@ def _make_block(task: Task, config: DataConfig, encoder: Encoder) -> bool:
 def _write_block(
     task: Task, config: DataConfig, encoder: Encoder, *, is_locked: bool
 ) -> None:
-    bad_records = BadRecords(config.max_bad_records)
+    ignored = set[str]()
     with new_block(task.folder, is_locked=is_locked) as folder:
         writer = BlockWriter(folder, encoder.separator, encoder.tokenizer.vocab_size)
-        for encoded in _encode(task, config, encoder, bad_records):
+        for encoded in _encode(task, config, encoder, ignored):
             writer.add(*encoded)
-        writer.finish(dataclasses.asdict(bad_records))
+        writer.finish(ignored)
 
 
 def _encode(
-    task: Task, config: DataConfig, encoder: Encoder, bad_records: BadRecords
+    task: Task, config: DataConfig, encoder: Encoder, ignored: set[str]
 ) -> Iterator[Any]:
     for unit in task.units:
-        records = read_records(unit, config, bad_records)
-        yield from encoder.encode_all(records, bad_records)
+        records = read_records(unit, config, ignored)
+        yield from encoder.encode_all(records, ignored)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _RESERVED: Final = frozenset(
 
 
 class UnusableRecordError(Exception):
-    """Why a record cannot be used: its kind, and a sentence."""
+    """Why a record cannot be used, in a sentence."""
 
 
 def text_value(value: Any, key: str) -> str:
@@ -52,12 +52,12 @@ def text_value(value: Any, key: str) -> str:
             raise not_utf8(error) from error
     if not isinstance(value, str):
         reason = f"its {key!r} is {kind_of(value)}, not text"
-        raise UnusableRecordError("null" if value is None else "wrong type", reason)
+        raise UnusableRecordError(reason)
     try:
         value.encode()
     except UnicodeEncodeError as error:
         reason = "its text has half of a surrogate pair, which is not a character"
-        raise UnusableRecordError("not UTF-8", reason) from error
+        raise UnusableRecordError(reason) from error
     return value
 
 
@@ -70,16 +70,16 @@ def conversation_value(record: Mapping[str, Any], key: str) -> Conversation:
     messages = record[key]
     if not isinstance(messages, list) or not messages:
         reason = f"its {key!r} is {kind_of(messages)}, not a list of messages"
-        raise UnusableRecordError("null" if messages is None else "wrong type", reason)
+        raise UnusableRecordError(reason)
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             reason = f"message {number} of its {key!r} is {kind_of(message)}"
-            raise UnusableRecordError("wrong type", f"{reason}, not an object")
+            raise UnusableRecordError(f"{reason}, not an object")
         _check_message(message, number, key)
     tools = _parsed(record.get(TOOLS))
     if tools is not None and not _are_objects(tools):
         reason = f"its {TOOLS!r} is {kind_of(tools)}, not a list of objects"
-        raise UnusableRecordError("wrong type", reason)
+        raise UnusableRecordError(reason)
     return Conversation(messages, tools, _arguments(record))
 
 
@@ -89,10 +89,10 @@ def _arguments(record: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     if not isinstance(arguments, dict):
         reason = f"its {TEMPLATE_ARGUMENTS!r} is {kind_of(arguments)}, not an object"
-        raise UnusableRecordError("wrong type", reason)
+        raise UnusableRecordError(reason)
     if reserved := sorted(_RESERVED.intersection(arguments)):
         reason = f"its {TEMPLATE_ARGUMENTS!r} sets {', '.join(reserved)}"
-        raise UnusableRecordError("wrong type", f"{reason}, which the trainer sets")
+        raise UnusableRecordError(f"{reason}, which the trainer sets")
     return arguments
 
 
@@ -103,13 +103,13 @@ def _check_message(message: Message, number: int, key: str) -> None:
         if is_content and message.get(name) is None and message.get("tool_calls"):
             continue
         if name not in message:
-            raise UnusableRecordError("missing key", f"{what} has no {name!r}")
+            raise UnusableRecordError(f"{what} has no {name!r}")
         if not (is_content and _are_objects(message[name])):
             text_value(message[name], f"{key}[{number - 1}].{name}")
     weight = message.get("weight")
     if message["role"] == "assistant" and weight not in (None, 0, 1):
         reason = f"{what} has the weight {str(weight)[:40]}, and only 0 and 1 are known"
-        raise UnusableRecordError("wrong type", reason)
+        raise UnusableRecordError(reason)
 
 
 def _are_objects(value: Any) -> bool:
@@ -141,7 +141,7 @@ def unused_keys(record: Mapping[str, Any], conversation: Conversation) -> Iterab
 def not_utf8(error: UnicodeDecodeError) -> UnusableRecordError:
     """The reason of bytes that are not UTF-8."""
     byte = error.object[error.start]
-    return UnusableRecordError("not UTF-8", f"it is not UTF-8: byte 0x{byte:02x}")
+    return UnusableRecordError(f"it is not UTF-8: byte 0x{byte:02x}")
 
 
 def kind_of(value: Any) -> str:

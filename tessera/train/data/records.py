@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from tessera.errors import BadRecordError, DataFormatError, did_you_mean
 from tessera.errors.untrusted_text import check_json_values
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.file_ranges import (
@@ -20,7 +19,6 @@ from tessera.train.data.file_ranges import (
     MOST_TEXT_BYTES,
     TEXT,
     Unit,
-    line_sizes,
 )
 from tessera.train.data.record_values import (
     TEMPLATE_ARGUMENTS,
@@ -75,20 +73,18 @@ def _position(unit: Unit, offset: int) -> str:
     return f", row {offset + 1}"
 
 
-def read_records(
-    unit: Unit, config: DataConfig, bad_records: BadRecords
-) -> Iterator[Record]:
-    """The records of a unit, in order, without those that cannot be used.
+def read_records(unit: Unit, config: DataConfig, ignored: set[str]) -> Iterator[Record]:
+    """The records of a unit, in order.
 
     Args:
       unit: What to read.
       config: The settings ``format``, ``text_key`` and ``messages_key``.
-      bad_records: Counts the records that are skipped.
+      ignored: Collects keys of records that change what others would train on.
 
     Raises:
       DataNotFoundError: [T601] the file cannot be read.
       DataFormatError: [T606] it is not text.
-      BadRecordError: [T607] too many records cannot be used.
+      BadRecordError: [T607] a record cannot be used.
     """
     if unit.format == TEXT:
         yield from _read_text(unit, check=config.format == "auto")
@@ -101,13 +97,12 @@ def read_records(
             values_by_key = parse()
             if config.messages_key:
                 conversation = conversation_value(values_by_key, key)
-                bad_records.ignore(unused_keys(values_by_key, conversation))
+                ignored.update(unused_keys(values_by_key, conversation))
                 yield Record(unit, offset, "", conversation)
             else:
                 yield Record(unit, offset, text_value(values_by_key[key], key))
         except UnusableRecordError as error:
-            kind, reason = error.args
-            bad_records.skip(kind, bad_record(unit, offset, reason, config))
+            raise bad_record(unit, offset, str(error), config) from error
 
 
 # --- text
@@ -182,10 +177,8 @@ def _read_lines(
             if not size:
                 return
             if size > _MOST_RECORD_BYTES and not line.endswith(b"\n"):
-                line = b""  # before the rest is read
                 yield offset, _refuse_length
-                offset += size + next(line_sizes(stream), (0, False))[0]
-                continue
+                return
             if not offset:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
@@ -195,7 +188,7 @@ def _read_lines(
 
 def _refuse_length() -> Mapping[str, Any]:
     most = f"{_MOST_RECORD_BYTES // 2**20} MiB"
-    raise UnusableRecordError("too long", f"it is longer than {most}")
+    raise UnusableRecordError(f"it is longer than {most}")
 
 
 def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
@@ -207,18 +200,18 @@ def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
         raise not_utf8(error) from error
     except json.JSONDecodeError as error:
         reason = f"it is not JSON: {error.msg} at character {error.pos + 1}"
-        raise UnusableRecordError("invalid JSON", reason) from error
+        raise UnusableRecordError(reason) from error
     except RecursionError as error:
         reason = "it is not readable JSON: brackets are nested too deeply"
-        raise UnusableRecordError("invalid JSON", reason) from error
+        raise UnusableRecordError(reason) from error
     except ValueError as error:  # a number of too many digits
-        raise UnusableRecordError("invalid JSON", str(error)) from error
+        raise UnusableRecordError(str(error)) from error
     if not isinstance(record, dict):
         reason = f"it is {kind_of(record)}, not an object"
-        raise UnusableRecordError("wrong type", reason)
+        raise UnusableRecordError(reason)
     if key not in record:
         near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
-        raise UnusableRecordError("missing key", f"it has no key {key!r}; {near}")
+        raise UnusableRecordError(f"it has no key {key!r}; {near}")
     return record
 
 
@@ -255,7 +248,7 @@ def _values_of_row(values: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(value, bytes) and len(value) > _MOST_RECORD_BYTES:
             _refuse_length()
         if isinstance(value, Exception):
-            raise UnusableRecordError("wrong type", f"it cannot be read: {value}")
+            raise UnusableRecordError(f"it cannot be read: {value}")
     return values
 
 
@@ -266,14 +259,14 @@ def bad_record(
     position = _position(unit, offset).removeprefix(", ")
     what = "messages" if config.messages_key else "text"
     key = config.messages_key or config.text_key
-    fixes = [
-        f'write one JSON object a line, with its {what} under "{key}"',
-        f"or use another key: data.{what}_key=<name>",
-        "or skip such records: data.max_bad_records=<count>",
-        "or train on the raw lines: data.format=text",
-    ]
+    fix = f"use another key: data.{what}_key=<name>"
+    if unit.format == JSON_LINES:
+        fix = (
+            f'write one JSON object a line, with its {what} under "{key}"\n'
+            f"or {fix}\nor train on the raw lines: data.format=text"
+        )
     return BadRecordError(
         f"{position} of the data file {unit.name!r} has no {what}",
         got=f"{unit.path}, {position}: {reason}",
-        fix="\n".join(fixes if unit.format == JSON_LINES else fixes[1:3]),
+        fix=fix,
     )

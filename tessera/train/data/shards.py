@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,7 +33,7 @@ from tessera.errors import TokenCacheError
 from tessera.train.data.packing import ShardBuilder, TokenSlice, checksum
 from tessera.train.data.tokenization import Ids
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Changes when the same text would give other files."""
 
 # Tokens of a shard, and the shards whose files and starts a process keeps.
@@ -145,15 +145,15 @@ def _opened(shard: StoredShard) -> tuple[_FileArray, Any, _FileArray | None]:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """The shards of some consecutive units, and what was left out of them.
+    """The shards of some consecutive units.
 
     Attributes:
       shards: In the order of the text.
-      bad_records: Counts and examples of the records that were skipped.
+      ignored: Keys of records that change what others would train on.
     """
 
     shards: Sequence[StoredShard]
-    bad_records: dict[str, Any]
+    ignored: Sequence[str]
 
 
 def read_block(folder: Path) -> StoredBlock:
@@ -174,7 +174,7 @@ def read_block(folder: Path) -> StoredBlock:
     ]
     for shard in shards:
         shard.check_sizes()
-    return StoredBlock(shards, stored["bad_records"])
+    return StoredBlock(shards, stored["ignored"])
 
 
 class BlockWriter:
@@ -198,11 +198,11 @@ class BlockWriter:
         if self._builder.num_tokens >= _SHARD_TOKENS:
             self._write_shard()
 
-    def finish(self, bad_records: dict[str, Any]) -> None:
-        """Write what is left, and last the manifest."""
+    def finish(self, ignored: Iterable[str]) -> None:
+        """Write what is left, and last the manifest, with ignored keys of records."""
         if self._builder.num_bytes or self._builder.num_tokens:
             self._write_shard()
-        manifest = {"shards": self._shards, "bad_records": bad_records}
+        manifest = {"shards": self._shards, "ignored": sorted(ignored)}
         text = json.dumps(manifest, indent=1).encode()
         with _created(self._folder / _MANIFEST) as file:
             file.write(text + b"\n" + checksum(text).encode())

@@ -146,6 +146,7 @@ def test_the_configuration_of_an_older_checkpoint_is_read():
         "target_compiler: native": "target_compiler: native\n  timeline_dir: null",
         "max_steps_in_flight: 8": "max_steps_in_flight: 8\n  process_id: null",
         "on_spike: warn": "on_spike: rollback",
+        "prefetch: 4": "prefetch: 4\n  max_bad_records: 3",
     }.items():
         assert now in text
         older = older.replace(now, before)

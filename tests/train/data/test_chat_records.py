@@ -14,7 +14,6 @@ import pytest
 from tessera.errors import BadRecordError
 from tessera.train.commands import generate
 from tessera.train.data import DataConfig, load
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.file_ranges import Unit
 from tessera.train.data.records import read_records
@@ -33,7 +32,7 @@ def folder_with(tmp_path, template):
     return folder
 
 
-def encoded(folder, records, loss_on="all", bad_records=None):
+def encoded(folder, records, loss_on="all", ignored=None):
     """Each record as it is read from a file of JSON lines."""
     path = folder / "chat.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
@@ -41,10 +40,10 @@ def encoded(folder, records, loss_on="all", bad_records=None):
         **{"name": "text", "path": str(path), "tokenizer": str(folder)},
         **{"messages_key": "messages", "loss_on": loss_on},
     )
-    bad_records = BadRecords() if bad_records is None else bad_records
+    ignored = set() if ignored is None else ignored
     encoder = Encoder(config, 300)
     unit = Unit(path.name, path, "jsonl")
-    return [*encoder.encode_all(read_records(unit, config, bad_records), bad_records)]
+    return [*encoder.encode_all(read_records(unit, config, ignored), ignored)]
 
 
 def text_of(folder, ids):
@@ -247,10 +246,10 @@ def test_tables_give_tools_also_as_json(tmp_path):
         messages_key="messages",
     )
     unit = Unit("a.parquet", folder / "a.parquet", "parquet")
-    bad_records = BadRecords()
-    records = [*read_records(unit, config, bad_records)]
+    ignored = set()
+    records = [*read_records(unit, config, ignored)]
     assert [one.conversation.tools for one in records] == [record["tools"], None]
-    assert bad_records.ignored == ["images"]
-    (first, _) = Encoder(config, 300).encode_all(records, bad_records)
+    assert ignored == {"images"}
+    (first, _) = Encoder(config, 300).encode_all(records, ignored)
     assert text_of(folder, first.ids).startswith('<|im_start|>tools\n{"name": "é"}\n')
     assert np.all(first.ids < 300)

@@ -14,7 +14,6 @@ import pytest
 
 from tessera.errors import BadRecordError, TokenizerError
 from tessera.train.data import DataConfig, load
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.chat_template import (
     ChatTemplate,
     Conversation,
@@ -61,7 +60,7 @@ def rendered(folder, messages, **arguments):
         return None
 
 
-def encoded(folder, messages, loss_on, bad_records=None):
+def encoded(folder, messages, loss_on):
     config = DataConfig(
         **{"name": "text", "path": "x", "tokenizer": str(folder)},
         **{"messages_key": "messages", "loss_on": loss_on},
@@ -70,8 +69,7 @@ def encoded(folder, messages, loss_on, bad_records=None):
     record = Record(
         Unit("a.parquet", Path("a.parquet"), "parquet"), 2, "", conversation
     )
-    bad_records = BadRecords(1) if bad_records is None else bad_records
-    return Encoder(config, 300).encode(record, bad_records)
+    return Encoder(config, 300).encode(record, set())
 
 
 def learned(folder, made):
@@ -102,12 +100,12 @@ def test_an_answer_and_its_end_are_learned_and_nothing_else(
     messages = CONVERSATIONS[name]
     if rendered(folder, messages) is None:
         pytest.skip("the template refuses it")
-    bad_records = BadRecords(1)
-    made = encoded(folder, messages, "answers", bad_records)
     if not marked and (family, name) in UNKNOWN:
-        assert made is None
-        assert "so the answer is not known; mark it by" in str(bad_records)
+        reason = "so the answer is not known; mark it by"
+        with pytest.raises(BadRecordError, match=reason):
+            encoded(folder, messages, "answers")
         return
+    made = encoded(folder, messages, "answers")
     texts = learned(folder, made)
     assert all(text.endswith(ENDS[family]) for text in texts)
     answers = [text.removesuffix(ENDS[family]).strip() for text in texts]
@@ -164,7 +162,7 @@ def test_targets_are_the_answers_alone(tmp_path):
 def test_a_conversation_without_an_answer_is_a_bad_record(tmp_path):
     folder = write_folder(tmp_path, "qwen", marked=True)
     with pytest.raises(BadRecordError) as caught:
-        encoded(folder, turns("hi"), "answers", BadRecords())
+        encoded(folder, turns("hi"), "answers")
     assert str(caught.value).startswith(
         "[T607] row 3 of the data file 'a.parquet' has no messages\n"
         "  got: a.parquet, row 3: it has no answer of the role 'assistant'\n"
@@ -174,9 +172,9 @@ def test_a_conversation_without_an_answer_is_a_bad_record(tmp_path):
 
 def test_what_a_template_refuses_is_a_bad_record(tmp_path):
     folder = write_folder(tmp_path, "mistral", marked=True)
-    bad_records = BadRecords(1)
-    assert encoded(folder, turns("hi", system="x"), "all", bad_records) is None
-    assert "the chat template stops: Only user and assistant roles" in str(bad_records)
+    reason = "the chat template stops: Only user and assistant roles"
+    with pytest.raises(BadRecordError, match=reason):
+        encoded(folder, turns("hi", system="x"), "all")
 
 
 def test_marks_that_a_template_changes_are_no_answer():

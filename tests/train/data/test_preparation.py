@@ -79,7 +79,7 @@ def test_settings_that_change_no_token_need_no_preparation(
 ):
     corpus(folder, tmp_path / "cache")
     monkeypatch.setattr(preparation, "read_records", refuse_to_read)
-    corpus(folder, tmp_path / "cache", prefetch=0, max_bad_records=3, vocab_size=300)
+    corpus(folder, tmp_path / "cache", prefetch=0, vocab_size=300)
     with pytest.raises(AssertionError, match="text is read"):
         corpus(folder, tmp_path / "cache", format="text")
 
@@ -226,20 +226,6 @@ def test_tokens_of_an_earlier_run_are_checked_against_a_smaller_model(tmp_path):
             TokenRangeError, match=r"(?s)'2\.txt'.*'rare', id 2,.*line 2"
         ):
             corpus(folder, tmp_path / cache, vocab_size=2, **settings)
-
-
-def test_bad_records_of_an_earlier_run_count_too(tmp_path):
-    folder = write_files(tmp_path / "text", 4, "jsonl")
-    for name in ("1", "2"):
-        (folder / f"{name}.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
-    settings = {"validation_fraction": 0}
-    made = corpus(folder, tmp_path / "cache", max_bad_records=2, **settings)
-    again = corpus(folder, tmp_path / "cache", max_bad_records=2, **settings)
-    for one in (made, again):
-        assert one.sources[0].bad_records.counts == {"null": 2}
-    for limit in (0, 1):
-        with pytest.raises(BadRecordError):
-            corpus(folder, tmp_path / "cache", max_bad_records=limit, **settings)
 
 
 # --- kills and several runs

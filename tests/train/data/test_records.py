@@ -9,7 +9,6 @@ import importlib
 import json
 import sys
 import tracemalloc
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 
 from tessera.errors import BadRecordError, DataFormatError
 from tessera.train.data import DataConfig, load, records
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.files import list_files, units_of
 from tessera.train.data.records import read_records
 
@@ -97,7 +95,6 @@ def test_a_line_after_the_cut_keeps_its_number(tmp_path):
         f"  got: {tmp_path}/a.jsonl, line 51: it has no key 'text'; Known: none\n"
         '  fix: write one JSON object a line, with its text under "text"\n'
         "  fix: or use another key: data.text_key=<name>\n"
-        "  fix: or skip such records: data.max_bad_records=<count>\n"
         "  fix: or train on the raw lines: data.format=text\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T607.html"
     )
@@ -170,60 +167,30 @@ def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
     )
 
 
-def records_of(path, bad_records=None, **settings):
+def records_of(path, **settings):
     config = DataConfig(name="text", path=str(path), **settings)
-    bad_records = bad_records or BadRecords(config.max_bad_records)
     units = units_of(replace(config, validation_fraction=0))[0]
-    return [r for unit in units for r in read_records(unit, config, bad_records)]
+    return [r for unit in units for r in read_records(unit, config, set())]
 
 
-BAD_LINES = {
-    b'{"text": 1}': "wrong type",
-    b'["text"]': "wrong type",
-    b'{"text": null}': "null",
-    b'{"body": "x"}': "missing key",
-    b'{"text": "x"': "invalid JSON",
-    b'{"text": "caf\xe9"}': "not UTF-8",
-    b'{"text": "\\ud83d"}': "not UTF-8",
-}
-
-
-def test_bad_records_are_skipped_and_counted_by_kind_up_to_a_limit(tmp_path):
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (b'{"text": 1}', "its 'text' is a number, not text"),
+        (b'["text"]', "it is an array, not an object"),
+        (b'{"text": null}', "its 'text' is null, not text"),
+        (b'{"body": "x"}', "it has no key 'text'; "),
+        (b'{"text": "x"', "it is not JSON: "),
+        (b'{"text": "caf\xe9"}', "it is not UTF-8: byte 0xe9"),
+        (b'{"text": "\\ud83d"}', "its text has half of a surrogate pair"),
+    ],
+)
+def test_a_bad_record_is_an_error_with_its_line(tmp_path, bad, reason):
     path = tmp_path / "a.jsonl"
-    lines = [part for bad in BAD_LINES for part in (b'{"text": "good"}', bad, b"")]
-    path.write_bytes(b"\n".join(lines))
-    bad_records = BadRecords(len(BAD_LINES))
-    records = records_of(path, bad_records)
-    assert [r.text for r in records] == ["good"] * 7
-    assert [r.name for r in records][:2] == ["a.jsonl, line 1", "a.jsonl, line 4"]
-    assert bad_records.counts == Counter(BAD_LINES.values())
-    assert str(bad_records).splitlines()[:3] == [
-        "7 bad records skipped: 1 invalid JSON, 1 missing key, 2 not UTF-8, 1 null, "
-        "2 wrong type",
-        f"{path}, line 2: its 'text' is a number, not text",
-        f"{path}, line 5: it is an array, not an object",
-    ]
-    assert len(bad_records.examples) == 5
+    path.write_bytes(b'{"text": "good"}\n\n' + bad + b'\n{"text": "good"}\n')
     with pytest.raises(BadRecordError) as caught:
-        records_of(path, max_bad_records=2)
-    assert str(caught.value) == (
-        "[T607] the data has more bad records than data.max_bad_records allows\n"
-        "  got: data.max_bad_records=2\n"
-        "  got: 3 bad records skipped: 1 null, 2 wrong type\n"
-        f"  got: {path}, line 2: its 'text' is a number, not text\n"
-        f"  got: {path}, line 5: it is an array, not an object\n"
-        f"  got: {path}, line 8: its 'text' is null, not text\n"
-        "  fix: repair these records, or raise data.max_bad_records\n"
-        "  docs: https://tessera-spmd.github.io/tessera/errors/T607.html"
-    )
-
-
-def test_a_run_reports_the_records_it_left_out(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{}\n" + lines_of("one", "two", "three"))
-    made = corpus(tmp_path / "a.jsonl", max_bad_records=1, validation_fraction=0)
-    assert "left out    1 bad record skipped: 1 missing key\n" in made.describe()
-    whole = corpus(tmp_path / "a.jsonl", max_bad_records=1, validation_fraction=0.3)
-    assert whole.sources[0].bad_records.counts == {"missing key": 1}
+        records_of(path)
+    assert f"got: {path}, line 3: {reason}" in str(caught.value)
 
 
 def test_a_text_file_of_many_megabytes_is_several_documents(tmp_path, monkeypatch):
@@ -247,12 +214,11 @@ def test_a_text_file_of_many_megabytes_is_several_documents(tmp_path, monkeypatc
         records_of(path)
 
 
-def test_a_line_that_is_too_long_is_skipped_whole(tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 20)
-    (tmp_path / "a.jsonl").write_text(lines_of("a" * 99) + '{"text": "b"}\n')
-    bad_records = BadRecords(1)
-    assert [r.text for r in records_of(tmp_path / "a.jsonl", bad_records)] == ["b"]
-    assert bad_records.counts == {"too long": 1}
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n' + lines_of("a" * 99))
+    with pytest.raises(BadRecordError, match=r"line 2: it is longer than "):
+        records_of(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -269,20 +235,22 @@ def test_a_line_of_any_length_takes_little_memory(tmp_path, monkeypatch, suffix)
     else:
         path.write_bytes(gzip.compress(content, 1) if suffix else content)
     del content
-    bad_records = BadRecords(1)
+    texts, refused = [], []
     tracemalloc.start()
     try:
         config = DataConfig(name="text", path=str(path), validation_fraction=0.5)
         sides = units_of(config)
-        texts = [
-            [r.text for unit in side for r in read_records(unit, config, bad_records)]
-            for side in sides
-        ]
+        for unit in (unit for side in sides for unit in side):
+            try:
+                texts.extend(r.text for r in read_records(unit, config, set()))
+            except BadRecordError as error:
+                refused.append(str(error))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert texts == [["b"], ["c", "d"]]
-    assert bad_records.counts == {"too long": 1}
+    assert texts == ["b", "c", "d"]
+    assert len(refused) == 1
+    assert "line 2: it is longer than 1 MiB" in refused[0]
     assert peak < 8 * 2**20
 
 

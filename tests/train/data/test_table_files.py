@@ -2,6 +2,7 @@
 """Texts and messages of Parquet files."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,6 @@ from tessera.errors import (
 )
 from tessera.train.data import DataConfig, load, preparation, records
 from tessera.train.data import table_files as tables
-from tessera.train.data.bad_records import BadRecords
 from tessera.train.data.file_ranges import divide, split
 from tessera.train.data.files import list_files, units_of
 from tessera.train.data.records import read_records
@@ -29,10 +29,9 @@ def write_parquet(path, values, row_group_size=30, **columns):
     parquet.write_table(table, path, row_group_size=row_group_size)
 
 
-def read(units, bad_records=None, **settings):
+def read(units, **settings):
     config = DataConfig(name="text", path="x", **settings)
-    bad_records = bad_records or BadRecords()
-    return [r for unit in units for r in read_records(unit, config, bad_records)]
+    return [r for unit in units for r in read_records(unit, config, set())]
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.27, 0.999])
@@ -72,34 +71,34 @@ def test_a_folder_that_datasets_saved_is_refused(tmp_path, names):
 def test_a_column_that_does_not_exist_names_the_others(tmp_path):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     with pytest.raises(BadRecordError) as caught:
-        read(list_files(str(tmp_path)), text_key="body", max_bad_records=9)
+        read(list_files(str(tmp_path)), text_key="body")
     assert "has no column 'body'\n  got: " in str(caught.value)
     assert "a.parquet has id, text\n" in str(caught.value)
 
 
-def test_rows_without_a_text_are_counted(tmp_path):
-    texts = ["one", None, "three", "x" * 7, "five"]
+def test_a_row_without_a_text_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "a.parquet"
-    write_parquet(path, texts)
-    # A text that is not UTF-8, which Arrow does not check.
-    path.write_bytes(path.read_bytes().replace(b"x" * 7, b"\xff" * 7))
-    bad_records = BadRecords(2)
-    assert [r.text for r in read(list_files(str(path)), bad_records)] == [
-        *("one", "three", "five")
-    ]
-    assert bad_records.counts == {"null": 1, "not UTF-8": 1}
-    assert f"{path}, row 2: its 'text' is null, not text" in str(bad_records)
+    write_parquet(path, ["one", None, "three"])
+    with pytest.raises(BadRecordError) as caught:
+        read(list_files(str(path)))
+    assert f"got: {path}, row 2: its 'text' is null, not text\n" in str(caught.value)
+    assert caught.value.fix == "use another key: data.text_key=<name>"
     with pytest.raises(BadRecordError, match="row 1 of the data file"):
         read(list_files(str(path)), text_key="id")
+    write_parquet(path, ["one", "x" * 7])
+    # A text that is not UTF-8, which Arrow does not check.
+    path.write_bytes(path.read_bytes().replace(b"x" * 7, b"\xff" * 7))
+    with pytest.raises(BadRecordError, match="row 2: it is not UTF-8: byte 0xff"):
+        read(list_files(str(path)))
 
 
 def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
     path = tmp_path / "a.parquet"
-    write_parquet(path, ["é".encode(), b"\xff", b""])
-    bad_records = BadRecords(1)
-    records = read(list_files(str(path)), bad_records)
-    assert [r.text for r in records] == ["é", ""]
-    assert str(bad_records).endswith("row 2: it is not UTF-8: byte 0xff")
+    write_parquet(path, ["é".encode(), b""])
+    assert [r.text for r in read(list_files(str(path)))] == ["é", ""]
+    write_parquet(path, ["é".encode(), b"\xff"])
+    with pytest.raises(BadRecordError, match="row 2: it is not UTF-8: byte 0xff"):
+        read(list_files(str(path)))
     days = arrow.array([1, None], arrow.date32())
     write_parquet(path, ["", ""], day=days)
     with pytest.raises(BadRecordError, match="'day' is of the type date, not text"):
@@ -107,20 +106,20 @@ def test_bytes_of_a_table_are_utf8_text_or_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "categories"])
-def test_a_value_that_is_too_long_is_skipped(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("long", ["x" * 3001, "€" * 1001])
+def test_a_value_that_is_too_long_is_an_error(tmp_path, monkeypatch, kind, long):
     monkeypatch.setattr(records, "_MOST_RECORD_BYTES", 3000)
-    long = ["x" * 3001, "€" * 1001]
-    texts = ["one", *long, "three", None, "é" * 1400] + ["y" * 2900] * 99
-    column = arrow.array(texts)
-    if kind == "categories":
-        column = column.dictionary_encode()
-    write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
-    bad_records = BadRecords(3)
-    units = list_files(str(tmp_path / "a.parquet"))
-    assert [r.text for r in read(units, bad_records)] == [
-        t for t in texts if t and t not in long
-    ]
-    assert bad_records.counts == {"too long": 2, "null": 1}
+    texts = ["one", "é" * 1400] + ["y" * 2900] * 99
+    for values in (texts, [*texts, long]):
+        column = arrow.array(values)
+        if kind == "categories":
+            column = column.dictionary_encode()
+        write_parquet(tmp_path / "a.parquet", column, row_group_size=40)
+        units = list_files(str(tmp_path / "a.parquet"))
+        if values is texts:
+            assert [r.text for r in read(units)] == texts
+    with pytest.raises(BadRecordError, match="row 102: it is longer than "):
+        read(units)
 
 
 @pytest.mark.full
@@ -169,23 +168,22 @@ def test_messages_are_read_from_rows_and_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"),
+    ("value", "reason"),
     [
-        (None, "null"),
-        ([], "wrong type"),
-        ("hi", "wrong type"),
-        (["hi"], "wrong type"),
-        ([{"role": "user"}], "missing key"),
-        ([{"content": "hi"}], "missing key"),
-        ([{"role": "user", "content": None}], "null"),
-        ([{"role": "user", "content": ["text"]}], "wrong type"),
+        (None, "its 'messages' is null, not a list of messages"),
+        ([], "its 'messages' is an empty array, not a list of messages"),
+        ("hi", "its 'messages' is text, not a list of messages"),
+        (["hi"], "message 1 of its 'messages' is text, not an object"),
+        ([{"role": "user"}], "message 1 of its 'messages' has no 'content'"),
+        ([{"content": "hi"}], "message 1 of its 'messages' has no 'role'"),
+        ([{"role": "user", "content": None}], "its 'messages[0].content' is null"),
+        ([{"role": "user", "content": ["text"]}], "its 'messages[0].content' is an"),
     ],
 )
-def test_a_list_that_has_no_messages_is_a_bad_record(tmp_path, value, kind):
+def test_a_list_that_has_no_messages_is_a_bad_record(tmp_path, value, reason):
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": value}))
-    bad_records = BadRecords(1)
-    assert not read(list_files(str(tmp_path)), bad_records, messages_key="messages")
-    assert bad_records.counts == {kind: 1}
+    with pytest.raises(BadRecordError, match=f"line 1: {re.escape(reason)}"):
+        read(list_files(str(tmp_path)), messages_key="messages")
 
 
 def test_messages_need_records(tmp_path):
