@@ -31,7 +31,6 @@ _COMMANDS = {
     "launch": "start a program in several processes",
     "export": "write the weights of a run for others to load",
     "generate": "continue prompts with a trained model",
-    "evaluate": "the perplexity of a trained model on text",
     "plan": "choose the layout of a run for a machine",
     "report": "write what runs did as a page of HTML",
     "explain": "print the page of an error, such as T201",

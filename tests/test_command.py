@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 def test_help_lists_the_subcommands(capsys):
     assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
-    for name in ("train", "launch", "export", "generate", "evaluate", "explain"):
+    for name in ("train", "launch", "export", "generate", "explain"):
         assert f"\n  {name} " in shown
 
 
@@ -100,7 +100,7 @@ def own_signals():
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
     "subcommand",
-    ["train", "launch", "export", "generate", "evaluate", "explain", "doctor"],
+    ["train", "launch", "export", "generate", "explain", "doctor"],
 )
 def test_each_subcommand_has_help(subcommand, capsys):
     try:

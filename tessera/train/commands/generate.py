@@ -11,26 +11,39 @@ of JSON with its prompt and its text, in the order of the prompts.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import DataNotFoundError, OperandError
-from tessera.train.commands.model_argument import model_parser, open_model, run_command
+from tessera.train.runtime.exit_codes import shows_errors
 
 if TYPE_CHECKING:
     from tessera.train.data.chat_template import Conversation
 
 
+@shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate what the command line asks for; the exit code."""
-    return run_command(_parser(), _texts, arguments)
+    # Options may stand between the model and the prompts.
+    options = _parser().parse_intermixed_args(arguments)
+    for text in _texts(options):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return 0
 
 
 def _parser() -> ArgumentParser:
-    parser = model_parser("generate", __doc__)
+    parser = ArgumentParser(
+        "tessera generate",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
+    add("model", help="a run, its checkpoints, one of them, or a folder")
+    add("--module", action="append", default=[], help="imported first; repeatable")
+    add("--mesh", help="sizes and axes, such as [[1,4],[fsdp,tp]]; one device")
     add("prompts", nargs="*", metavar="prompt", help="several make a batch")
     add("--prompts-file", help="a file with one prompt in each line")
     add("--chat", action="store_true", help="answer prompts by the chat template")
@@ -117,12 +130,15 @@ def _conversations(
 def _texts(options: Namespace) -> Iterator[str]:
     """What is written, in parts."""
     prompts: list[Any] = _prompts(options)
-    trained, mesh = open_model(options)
+    # Here, because it imports JAX: --help and wrong options do not wait for it.
     import jax
 
     from tessera.train.data.text_stream import TextStream, stream_texts
+    from tessera.train.loop.trained_model import mesh_of, open_trained
     from tessera.train.models.generation import Sampler
 
+    mesh = mesh_of(options.mesh)
+    trained = open_trained(options.model, options.module)
     if options.chat:
         conversations = [*_conversations(options, prompts)]
         prompts = [prompt for prompt, _ in conversations]

@@ -64,6 +64,11 @@ EXCLUDED: Final = (
         ": there is nothing to evaluate",
     ),
     Conflict(
+        "training.eval_only=false",
+        "data.validation_fraction=1.0",
+        ": nothing is left to train on",
+    ),
+    Conflict(
         "training.eval_only=true",
         "training.profile_communication runtime.verify_every",
         " takes no steps",

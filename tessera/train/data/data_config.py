@@ -81,7 +81,8 @@ class DataConfig:
         and content, instead of a text; the tokenizer's chat template writes them.
       loss_on: For messages: which tokens are learned.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one.
-      validation_fraction: The share of the data for validation; 0 disables it.
+      validation_fraction: The share of the data for validation; 0 disables it, and 1
+        leaves nothing to train on, for training.eval_only.
       sources: For mixture: the sources by name, each with path and weight, and with
         format, text_key, messages_key and loss_on where they differ from the default.
       num_workers: Processes that make tokens; null is one for each usable core.
@@ -98,7 +99,7 @@ class DataConfig:
     messages_key: str = ""
     loss_on: str = setting("all", choices=LOSS_ON)
     tokenizer: str = "bytes"
-    validation_fraction: float = setting(0.05, least=0, below=1)
+    validation_fraction: float = setting(0.05, least=0, most=1)
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     num_workers: int | None = setting(None, least=1, most=1024)
     cache_dir: str | None = None

@@ -169,7 +169,8 @@ def split(units: Sequence[Unit], fraction: float) -> tuple[list[Unit], list[Unit
 
     Args:
       units: Whole files, at least one.
-      fraction: The expected share of validation files; 0 is no validation.
+      fraction: The expected share of validation files; 0 is no validation, and 1 is
+        no training.
 
     Example:
       >>> names = [Unit(f"{i}.txt", Path()) for i in range(5)]
@@ -178,6 +179,8 @@ def split(units: Sequence[Unit], fraction: float) -> tuple[list[Unit], list[Unit
     """
     if not fraction:
         return list(units), []
+    if fraction == 1:
+        return [], list(units)
     if len(units) == 1:
         cut = _cut(units[0], fraction)
         return [replace(units[0], end=cut)], [replace(units[0], begin=cut)]

@@ -74,7 +74,9 @@ def log_likelihoods(
                 fix="use at least one token of each, and a larger max_length if the "
                 "model has it",
             )
-    place = row_placement(model, mesh)
+    # Rows are whole: only tp shards activations.
+    place = model.place(mesh)
+    place = replace(place, whole=place.whole | {"batch", "context", "sequence"})
     lengths = [min(len(c) + len(k) - 1, max_length) for c, k in pairs]
     order = sorted(range(len(pairs)), key=lengths.__getitem__, reverse=True)
     results = [(0.0, True)] * len(pairs)
@@ -82,20 +84,14 @@ def log_likelihoods(
         numbers = order[start : start + batch_size]
         length = bucket(lengths[numbers[0]], max_length)
         rows = [target_row(*pairs[number], length) for number in numbers]
-        batch = stacked(rows, batch_size)
+        batch = _stacked(rows, batch_size)
         sums, greedy = map(np.asarray, _scores(model, place, params, batch))
         for number, nats, is_greedy in zip(numbers, sums, greedy, strict=False):
             results[number] = float(nats), bool(is_greedy)
     return results
 
 
-def row_placement(model: Model, mesh: Mesh | None) -> Placement:
-    """The layout of batches of rows that are whole: only ``tp`` shards activations."""
-    place = model.place(mesh)
-    return replace(place, whole=place.whole | {"batch", "context", "sequence"})
-
-
-def stacked(rows: Sequence[Row], count: int) -> Row:
+def _stacked(rows: Sequence[Row], count: int) -> Row:
     """A batch of ``count`` rows; those that are missing are padding."""
     padding = target_row((0,), (), len(rows[0]["tokens"]))
     rows = [*rows, *[padding] * (count - len(rows))]

@@ -36,8 +36,8 @@ def test_an_unknown_name_lists_the_known():
 @pytest.mark.parametrize(
     ("settings", "name", "legal"),
     [
-        ({"validation_fraction": 1.0}, "validation_fraction", "at least 0 and below 1"),
-        ({"validation_fraction": float("nan")}, "validation_fraction", "below 1"),
+        ({"validation_fraction": 1.1}, "validation_fraction", "from 0 to 1"),
+        ({"validation_fraction": float("nan")}, "validation_fraction", "from 0 to 1"),
         ({"prefetch": -1}, "prefetch", "from 0 to 1024"),
         ({"prefetch": 10**9}, "prefetch", "from 0 to 1024"),
         ({"synthetic": {"tokens": 10**14}}, "synthetic.tokens", "to 1000000000"),

@@ -12,6 +12,7 @@ from tessera.errors import EmptyDataError, OutputPathError, TesseraError
 from tessera.mesh import Mesh
 from tessera.train.checkpoints.choose_checkpoint import choose
 from tessera.train.commands.export import main as export
+from tessera.train.data import DataConfig, load
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.evaluation import validation_losses
 from tessera.train.loop.main import main
@@ -33,6 +34,28 @@ SMALL = (
         "training.report=false",
     ),
 )
+
+
+def test_all_of_a_text_may_be_for_validation(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text " * 30)
+    for path in (tmp_path / "a.txt", tmp_path):
+        sizes = []
+        for fraction in (0, 1):
+            config = DataConfig(
+                **{"name": "text", "path": str(path)},
+                **{"cache_dir": f"{tmp_path}/cache", "validation_fraction": fraction},
+            )
+            corpus = load(config, sequence_length=16, seed=0, vocab_size=257)
+            (source,) = corpus.sources
+            sides = source.train_rows, source.validation_rows
+            sizes.append([side.stream.num_tokens for side in sides])
+        assert sizes[0] == sizes[1][::-1]
+        assert sizes[0][0] > 200
+        (batch,) = corpus.validation(len(source.validation_rows))
+        assert (batch["targets"] != -100).sum() == sizes[1][1] - 1
+        with pytest.raises(EmptyDataError, match="smaller than one batch"):
+            corpus.train(1)
 
 
 @pytest.fixture
@@ -214,6 +237,12 @@ def test_settings_that_leave_nothing_to_evaluate_are_refused(overrides, got):
         composed("training.eval_only=true", *overrides)
     assert caught.value.code == "T507"
     assert got in caught.value.got
+
+
+def test_a_run_that_trains_needs_text_that_is_not_for_validation():
+    with pytest.raises(TesseraError, match=r"T507.*validation_fraction") as caught:
+        composed("data.validation_fraction=1")
+    assert "nothing is left to train on" in caught.value.got
 
 
 @pytest.mark.full

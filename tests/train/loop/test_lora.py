@@ -25,15 +25,14 @@ from tessera.mesh import Mesh
 from tessera.train.checkpoints.export_checkpoint import open_checkpoint
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
-from tessera.train.commands.evaluate import main as evaluate
 from tessera.train.commands.export import main as export
 from tessera.train.commands.generate import main as generate
 from tessera.train.config.command_line import Composed, compose
 from tessera.train.config.config_schema import settings_of_text
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
+from tessera.train.loop.log_likelihood import log_likelihoods
 from tessera.train.loop.main import configs_dir
-from tessera.train.loop.perplexity import perplexity
 from tessera.train.loop.train_state import init_state
 from tessera.train.loop.trained_model import open_trained
 from tessera.train.models import DecoderModel, from_pretrained
@@ -381,19 +380,15 @@ def test_a_run_generates_with_its_adapters(trained: Any, capsys: Any) -> None:
 
 
 @pytest.mark.full
-def test_a_run_is_evaluated_with_its_adapters(
-    trained: Any, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_run_is_evaluated_with_its_adapters(trained: Any) -> None:
     path, model, params = trained
-    text = "to be or not to be. " * 4
-    (tmp_path / "text.txt").write_text(text)
-    words = [str(path), f"--data={tmp_path / 'text.txt'}", "--length=32", "--json"]
-    assert evaluate(words) == 0
-    result = json.loads(capsys.readouterr().out)
-    plain, weights = merged(model, params)
-    ids = np.asarray([256, *text.encode()], np.int32)
-    expected = perplexity(plain, weights, [ids], 32)
-    assert result["perplexity"] == pytest.approx(expected.value, rel=1e-4)
+    pairs = [([256], [*b"to be or not to be"])]
+    opened = open_trained(path)
+    ((found, _),) = log_likelihoods(
+        opened.model, opened.read(None), pairs, max_length=32
+    )
+    ((expected, _),) = log_likelihoods(*merged(model, params), pairs, max_length=32)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_model_folders_are_not_changed(folder: Path) -> None:
