@@ -15,8 +15,8 @@ import jax
 import pytest
 import yaml
 
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.loop import train
+from tests.train.config.command_lines import run_from_command_line
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "run_training.py"
@@ -198,7 +198,7 @@ def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path, capsys):
         *(*SHORT, *SMALL, "data=synthetic", "training.sample_length=0"),
         *('model.mesh_shape=[[2,-1],["tp","fsdp"]]', f"hydra.run.dir={folder}"),
     )
-    assert run_from_command_line(train.run, ROOT / "configs", given) == 0
+    assert run_from_command_line(train.run, given) == 0
     seen = capsys.readouterr().out
     assert "simulating 8 CPU devices" in seen
     assert "mesh               tp × fsdp mesh, 2 × 4\n" in seen
@@ -315,7 +315,7 @@ def test_a_mistake_is_told_before_anything_is_compiled_or_written(
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        code = run_from_command_line(train.run, ROOT / "configs", arguments)
+        code = run_from_command_line(train.run, arguments)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     seen = capsys.readouterr()
@@ -350,5 +350,5 @@ def test_a_platform_that_is_not_there_is_refused_even_for_a_dry_run(
         pytest.skip("this machine has an accelerator")
     monkeypatch.chdir(tmp_path)
     arguments = ["training.dry_run=true", "runtime.platform=tpu"]
-    assert run_from_command_line(train.run, ROOT / "configs", arguments) == 2
+    assert run_from_command_line(train.run, arguments) == 2
     assert capsys.readouterr().err.startswith("[T702] there is no TPU that JAX can use")

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.loop import train
+from tests.train.config.command_lines import run_from_command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def refuse(
         before = contents(tmp_path)
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
-            code = run_from_command_line(train.run, ROOT / "configs", arguments)
+            code = run_from_command_line(train.run, arguments)
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
         seen = capsys.readouterr()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tessera.train.checkpoints.manifest import LAST, NAME, write_manifest
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.loop import train
+from tests.train.config.command_lines import run_from_command_line
 
 # Of `make test`, the messages are in that module, and drawn lines in `tests/fuzz`.
 pytestmark = pytest.mark.full
@@ -146,9 +146,7 @@ def test_a_run_that_goes_on_reads_no_pickle(tmp_path, mark, unpickled, capsys):
         *("training.resume=auto", "training.checkpoint_every=0"),
     ]
     for steps in (1, 2):
-        code = run_from_command_line(
-            train.run, CONFIGS, [*settings, f"training.steps={steps}"]
-        )
+        code = run_from_command_line(train.run, [*settings, f"training.steps={steps}"])
         assert code == 0, capsys.readouterr().err
         for place in ("checkpoints/1", "checkpoints/1/state"):
             (run / place / "extra.pickle").write_bytes(bomb)

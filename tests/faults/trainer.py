@@ -8,8 +8,8 @@ what one has compiled, the others take from the folder of compiled programs.
 import os
 from pathlib import Path
 
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.loop import train
+from tests.train.config.command_lines import run_from_command_line
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "run_training.py")
@@ -46,4 +46,4 @@ def environ(**variables: str) -> dict[str, str]:
 
 def train_here(*settings: str) -> int:
     """The exit code of a run in this process, which has eight devices."""
-    return run_from_command_line(train.run, ROOT / "configs", settings)
+    return run_from_command_line(train.run, settings)

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.loop import train
 from tests.fuzz.override_lists import draw, fill
+from tests.train.config.command_lines import run_from_command_line
 
 ROOT = Path(__file__).parents[2]
 # Longer than any case takes on a machine that does ten other things.
@@ -90,7 +90,7 @@ def outcome(arguments: list[str], capsys: Any) -> str:
     """``starts``, ``shown``, or the code of the error."""
     try:
         with patience(arguments):
-            code = run_from_command_line(train.run, ROOT / "configs", arguments)
+            code = run_from_command_line(train.run, arguments)
     except Started:
         return "starts"
     except BaseException as error:

@@ -122,25 +122,6 @@ class _Model:
     published: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_from_command_line(
-    run: Callable[[Composed], None],
-    config_dir: Path,
-    arguments: Sequence[str] | None = None,
-) -> int:
-    """Call ``run`` with what the command line asks for.
-
-    Args:
-      run: The program. A ``TesseraError`` out of it is shown without its traceback.
-      config_dir: The folder of ``config.yaml`` and of the groups.
-      arguments: None takes the process's own.
-
-    Returns:
-      The process's exit code: that of the error, 2 for a mistake of the user, else 0.
-    """
-    composed = read_command_line(config_dir, arguments)
-    return composed if isinstance(composed, int) else run_composed(run, composed)
-
-
 def read_command_line(
     config_dir: Path, arguments: Sequence[str] | None = None
 ) -> Composed | int:

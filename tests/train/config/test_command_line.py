@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from tessera.errors import ModelShapeError, TesseraError
 from tessera.graph.pipelining import named_schedules
 from tessera.train.config import run_config as config
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.config.config_schema import (
     schema,
     settings_of,
@@ -35,7 +34,11 @@ from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.definition import DECODER, definition_of
 from tessera.train.models.named_models import config_of, model_names
 from tessera.train.models.partition_rules import Method
-from tests.train.config.command_lines import CONFIGS_DIR, composed
+from tests.train.config.command_lines import (
+    CONFIGS_DIR,
+    composed,
+    run_from_command_line,
+)
 
 # --- what command lines mean
 
@@ -196,7 +199,7 @@ def test_the_saved_text_keeps_lists_on_one_line():
 
 def seen(capsys, *arguments, run=None):
     calls = []
-    code = run_from_command_line(run or calls.append, CONFIGS_DIR, arguments)
+    code = run_from_command_line(run or calls.append, arguments)
     out, err = capsys.readouterr()
     return code, out, err, calls
 

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import tessera as ts
-from tessera.foundations.config_files import configs_dir
-from tessera.train.config.command_line import run_from_command_line
 from tessera.train.loop import train as train_command
 from tessera.train.models import DecoderModel
 from tessera.train.models.generation import generate
 from tests.on_gpu import only_on_gpu
 from tests.small_model import SMALL
+from tests.train.config.command_lines import run_from_command_line
 from tests.train.loop.short_runs import Ran, run_of, settings_of, train
 
 pytestmark = only_on_gpu
@@ -107,7 +106,7 @@ def test_a_run_goes_on_bit_for_bit(numerics, tmp_path):
         run = (*SHORT, f"training.numerics={numerics}", f"hydra.run.dir={path}")
         run += ("training.reduction_parts=2",) if numerics == "deterministic" else ()
         words = (*run, "training.checkpoint_every=3", *words)
-        assert run_from_command_line(train_command.run, configs_dir(), words) == 0
+        assert run_from_command_line(train_command.run, words) == 0
         lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
