@@ -9,7 +9,7 @@ imported only once nothing is wrong with the settings themselves.
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -151,16 +151,6 @@ def read_command_line(
         sys.stdout.write(composed.text)
     else:
         return composed
-    return 0
-
-
-def run_composed(run: Callable[[Composed], None], composed: Composed) -> int:
-    """Call ``run``; the process's exit code, with a ``TesseraError`` shown."""
-    try:
-        run(composed)
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
     return 0
 
 

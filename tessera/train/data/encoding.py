@@ -112,8 +112,7 @@ class Encoder:
                 self._vocab_size,
                 first_line=record.first_line,
             )
-        size = len(text.encode() if isinstance(text, str) else text)
-        return Encoded(ids, loss_mask, size)
+        return Encoded(ids, loss_mask, _size(text))
 
     def _encode_chat(
         self, conversation: Conversation, ignored: set[str]
@@ -161,7 +160,7 @@ class Encoder:
                 "some record has a token that the model does not have"
             )
         return [
-            Encoded(each, None, _size(record))
+            Encoded(each, None, _size(record.text))
             for each, record in zip(ids, records, strict=True)
         ]
 
@@ -180,8 +179,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _size(record: Record) -> int:
-    text = record.text
+def _size(text: str | bytes) -> int:
     return len(text.encode() if isinstance(text, str) else text)
 
 

@@ -5,9 +5,11 @@
 settings are reported before JAX is imported, which takes seconds.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tessera.errors import TesseraError
 from tessera.foundations.config_files import configs_dir
 from tessera.train.runtime.exit_codes import exit_on_stop_signals
 
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, notes: Sequence[str] = ()) -> i
 
 def _main(arguments: Sequence[str] | None, notes: Sequence[str]) -> int:
     # Here, because these imports take seconds.
-    from tessera.train.config.command_line import read_command_line, run_composed
+    from tessera.train.config.command_line import read_command_line
 
     composed = read_command_line(configs_dir(), arguments)
     if isinstance(composed, int):
@@ -39,8 +41,12 @@ def _main(arguments: Sequence[str] | None, notes: Sequence[str]) -> int:
     from tessera.train.loop.train import run
     from tessera.train.runtime.process_exit import exit_now
 
+    code = 0
     try:
-        code = run_composed(run, composed)
+        run(composed)
+    except TesseraError as error:
+        sys.stderr.write(f"{error}\n")
+        code = error.exit_code
     except SystemExit as stop:
         # Python's own shutdown takes a second, in which a signal would change the code.
         if not isinstance(stop.code, int):

@@ -42,12 +42,10 @@ class RunFolder:
 
     Attributes:
       path: The folder.
-      renamed: Files of an earlier run in the same folder, under their new names.
       check: Raises where the folder is not where it was, or another run's.
     """
 
     path: Path
-    renamed: tuple[Path, ...] = ()
     check: Callable[[], None] = lambda: None
 
     @property
@@ -116,7 +114,8 @@ def open_run_folder(
         check()
         path.mkdir(parents=True, exist_ok=True)
         names = _NAMES if continued_step is not None else (*_NAMES, *_KEPT)
-        folder = RunFolder(path, _set_aside(path, names, continued_step), check)
+        _set_aside(path, names, continued_step)
+        folder = RunFolder(path, check)
         folder.config.write_text(config_text, encoding="utf-8")
         folder.log.touch()
         folder.metrics.touch()
@@ -197,9 +196,7 @@ def _numbers_until(path: Path, step: int) -> Iterator[str]:
                     yield f"{line.rstrip()}\n"
 
 
-def _set_aside(
-    path: Path, names: Sequence[str], continued_step: int | None
-) -> tuple[Path, ...]:
+def _set_aside(path: Path, names: Sequence[str], continued_step: int | None) -> None:
     """Rename an earlier run's files, all with one number that none of them has.
 
     The metrics of a run that is resumed stay where they are, up to its step.
@@ -208,17 +205,14 @@ def _set_aside(
     number = 1
     while any(_exists(_numbered(path / name, number)) for name in names):
         number += 1
-    renamed: list[Path] = []
     for name in there:
         file, target = path / name, _numbered(path / name, number)
         is_file = file.is_file() and not file.is_symlink()
         if name == _METRICS and continued_step is not None and is_file:
             _copy_durably(file, target)
             write_durably(file, _numbers_until(target, continued_step))
-            renamed.append(target)
         else:
-            renamed.append(file.rename(target))
-    return tuple(renamed)
+            file.rename(target)
 
 
 def _copy_durably(file: Path, target: Path) -> None:

@@ -8,8 +8,8 @@ from tessera.train.config.command_line import (
     Composed,
     compose,
     read_command_line,
-    run_composed,
 )
+from tessera.train.runtime.exit_codes import shows_errors
 
 ROOT = Path(__file__).parents[3]
 CONFIGS_DIR = ROOT / "configs"
@@ -24,4 +24,6 @@ def run_from_command_line(
 ) -> int:
     """The exit code of a program that is called with what a command line asks for."""
     found = read_command_line(CONFIGS_DIR, arguments)
-    return found if isinstance(found, int) else run_composed(run, found)
+    if isinstance(found, int):
+        return found
+    return shows_errors(lambda: run(found) or 0)()

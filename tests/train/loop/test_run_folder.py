@@ -20,19 +20,14 @@ def test_the_folder_has_its_files_from_the_beginning(tmp_path):
     assert folder.config.read_text() == "name: tiny\n"
     names = {path.name for path in folder.path.iterdir()}
     assert names == {"train.log", "metrics.jsonl", "tensorboard", "config.yaml"}
-    assert folder.renamed == ()
 
 
 def test_an_earlier_run_is_kept_under_other_names(tmp_path):
     for number in range(3):
         folder = open_run_folder(tmp_path, f"run: {number}\n")
         folder.metrics.write_text(f"{number}\n")
-    assert [path.name for path in folder.renamed] == [
-        "train.2.log",
-        "metrics.2.jsonl",
-        "tensorboard.2",
-        "config.2.yaml",
-    ]
+    second = {"train.2.log", "metrics.2.jsonl", "tensorboard.2", "config.2.yaml"}
+    assert {path.name for path in tmp_path.glob("*.2*")} == second
     assert folder.metrics.read_text() == "2\n"
     assert (tmp_path / "metrics.1.jsonl").read_text() == "0\n"
     assert (tmp_path / "metrics.2.jsonl").read_text() == "1\n"
@@ -42,8 +37,8 @@ def test_an_earlier_run_is_kept_under_other_names(tmp_path):
 def test_files_of_one_earlier_run_get_one_number(tmp_path):
     (tmp_path / "metrics.1.jsonl").write_text("old\n")
     (tmp_path / "train.log").write_text("log\n")
-    folder = open_run_folder(tmp_path, "")
-    assert [path.name for path in folder.renamed] == ["train.2.log"]
+    open_run_folder(tmp_path, "")
+    assert [path.name for path in tmp_path.glob("*.2*")] == ["train.2.log"]
     assert (tmp_path / "metrics.1.jsonl").read_text() == "old\n"
 
 
@@ -118,19 +113,14 @@ def test_a_run_that_goes_on_keeps_checkpoints_and_the_curve_so_far(tmp_path):
     assert folder.metrics.read_text() == "".join(lines[:2])
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert (tmp_path / "metrics.1.jsonl").read_text().endswith('"lo')
-    assert [path.name for path in folder.renamed] == [
-        "train.1.log",
-        "metrics.1.jsonl",
-        "tensorboard.1",
-        "config.1.yaml",
-    ]
+    first = {"train.1.log", "metrics.1.jsonl", "tensorboard.1", "config.1.yaml"}
+    assert {path.name for path in tmp_path.glob("*.1*")} == first
 
 
 def test_a_run_that_begins_anew_leaves_another_s_checkpoints_aside(tmp_path):
     open_run_folder(tmp_path, "run: 0\n")
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-    folder = open_run_folder(tmp_path, "run: 1\n")
-    assert folder.renamed[-1] == tmp_path / "checkpoints.1"
+    open_run_folder(tmp_path, "run: 1\n")
     assert (tmp_path / "checkpoints.1" / "2").is_dir()
     assert not (tmp_path / "checkpoints").exists()
 
@@ -156,7 +146,7 @@ def continued(folder: Path, content: bytes, step: int = 10) -> list[str]:
     """The numbers with which a run goes on that finds some there."""
     (folder / "metrics.jsonl").write_bytes(content)
     opened = open_run_folder(folder, "", continued_step=step)
-    assert opened.renamed[0].read_bytes() == content
+    assert (folder / "metrics.1.jsonl").read_bytes() == content
     assert (folder / "metrics.jsonl").is_file()
     return opened.metrics.read_text().splitlines()
 
