@@ -364,7 +364,7 @@ def _make_synthetic(
     cut = len(documents) - ceil(len(documents) * config.validation_fraction)
     streams = [
         join(
-            ((*one, None) for one in part),
+            ((ids, None) for ids in part),
             separator=tokenizer.separator,
             vocab_size=vocab_size,
         )

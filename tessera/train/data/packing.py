@@ -23,10 +23,8 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import TokenRangeError
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.train.data.tokenization import Ids
-from tessera.train.data.vocabulary import out_of_vocabulary
 
 Batch = dict[str, npt.NDArray[np.int32]]
 LossMask = npt.NDArray[np.bool_]
@@ -265,7 +263,7 @@ class ShardBuilder:
 
 
 def join(
-    documents: Iterable[tuple[str, Ids, LossMask | None]],
+    documents: Iterable[tuple[Ids, LossMask | None]],
     *,
     separator: int | None,
     vocab_size: int,
@@ -273,38 +271,21 @@ def join(
     """Concatenate documents in memory into one stream, without empty ones.
 
     Args:
-      documents: Names, ids, int32 [tokens], and which of them are learned, or None for
-        all.
+      documents: Ids, int32 [tokens], and which of them are learned, or None for all.
       separator: The id to insert before each document, or None.
-      vocab_size: The model's vocabulary size; ids must be in [0, vocab_size).
-
-    Raises:
-      TokenRangeError: [T604] an id is negative or too large; names its document.
+      vocab_size: Ids are in [0, vocab_size).
 
     Example:
-      >>> words = [("a", np.array([1, 2]), None), ("b", np.array([3]), None)]
+      >>> words = [(np.array([1, 2]), None), (np.array([3]), None)]
       >>> stream = join(words, separator=0, vocab_size=4)
       >>> [values.tolist() for values in stream.read(0, 9)[:2]]
       [[0, 1, 2, 0, 3], [0, 3]]
     """
     builder = ShardBuilder(separator, vocab_size)
-    for name, ids, loss_mask in documents:
-        _check_range(name, ids, vocab_size)
+    for ids, loss_mask in documents:
         builder.add(ids, loss_mask)
     return TokenStream(
         [MemoryShard(builder.arrays())], is_separated=separator is not None
-    )
-
-
-def _check_range(name: str, ids: Ids, vocab_size: int) -> None:
-    wrong = out_of_vocabulary(ids, vocab_size)
-    if not wrong.size:
-        return
-    raise TokenRangeError(
-        f"document {name!r} has token ids outside the model's vocabulary",
-        got=f"id {ids[wrong[0]]} at token {wrong[0]}, {wrong.size} such in all; "
-        f"legal ids are 0 to {vocab_size - 1}",
-        fix="use the model's own tokenizer, or give the model a larger vocabulary",
     )
 
 

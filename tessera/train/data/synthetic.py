@@ -73,19 +73,19 @@ class SyntheticTokenizer:
 
 def make_documents(
     config: SyntheticConfig, vocab_size: int, seed: int
-) -> list[tuple[str, Ids]]:
+) -> list[npt.NDArray[np.int32]]:
     """Documents with ``config.tokens`` tokens in all, determined by the arguments.
 
     Returns:
-      Pairs of a name and ids, int32 [tokens], each id in [1, vocab_size).
+      Their ids, int32 [tokens], each id in [1, vocab_size).
 
     Raises:
       SettingValueError: [T502] this machine has not enough memory for them.
 
     Example:
-      >>> (name, ids), *_ = make_documents(SyntheticConfig(tokens=99), 50, seed=0)
-      >>> name, ids.dtype, bool((ids > 0).all() and (ids < 50).all())
-      ('synthetic/0', dtype('int32'), True)
+      >>> ids, *_ = make_documents(SyntheticConfig(tokens=99), 50, seed=0)
+      >>> ids.dtype, bool((ids > 0).all() and (ids < 50).all())
+      (dtype('int32'), True)
     """
     _check_memory(config.tokens)
     draw = partial(_integers, seed)
@@ -100,8 +100,7 @@ def make_documents(
     lengths = draw("lengths", num_pieces, MAX_PATTERNS_PER_DOCUMENT) + 1
     ends = np.cumsum(lengths) * PATTERN_LENGTH
     tokens = ids[: config.tokens].astype(np.int32)
-    documents = np.split(tokens, ends[ends < config.tokens])
-    return [(f"synthetic/{i}", document) for i, document in enumerate(documents)]
+    return np.split(tokens, ends[ends < config.tokens])
 
 
 def _check_memory(tokens: int) -> None:

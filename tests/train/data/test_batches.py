@@ -28,7 +28,7 @@ from tessera.train.data.packing import PackedRows, join
 def rows_of(count: int) -> PackedRows:
     """Rows of two positions that hold 2r and 2r + 1."""
     ids = np.arange(2 * count + 1, dtype=np.int32)
-    stream = join([("a", ids, None)], separator=None, vocab_size=ids.size)
+    stream = join([(ids, None)], separator=None, vocab_size=ids.size)
     return PackedRows(stream, 2, keep_tail=False)
 
 

@@ -37,10 +37,10 @@ def shard_tokens(request, monkeypatch):
 
 def test_a_block_has_the_documents_that_were_written(tmp_path, shard_tokens):
     stored = stream_of(write(tmp_path / "block"))
-    named = [
-        ("", np.array(i, np.int32), m) for i, m in zip(DOCUMENTS, MASKS, strict=True)
+    documents = [
+        (np.array(i, np.int32), m) for i, m in zip(DOCUMENTS, MASKS, strict=True)
     ]
-    expected = join(named, separator=0, vocab_size=10)
+    expected = join(documents, separator=0, vocab_size=10)
     assert len(stored.shards) == {1: 4, 5: 3, 2**22: 1}[shard_tokens]
     assert (stored.num_documents, stored.num_bytes) == (4, 180)
     for length in (1, 4, 30):
