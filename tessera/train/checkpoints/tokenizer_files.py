@@ -42,10 +42,11 @@ def tokenizer_files(
     """
     if data.name == "synthetic":
         return {}, {}
-    separator = load_tokenizer(data.tokenizer).separator
+    name = data.tokenizer_name
+    separator = load_tokenizer(name).separator
     tokens = {"bos_token_id": separator, "eos_token_id": separator}
-    path = Path(data.tokenizer).expanduser()
-    if data.tokenizer == "bytes":
+    path = Path(name).expanduser()
+    if name == "bytes":
         return tokens, {}
     folder = path if path.is_dir() else path.parent
     own = _OWN if path.is_dir() else (path.name,)

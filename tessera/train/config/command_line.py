@@ -35,6 +35,7 @@ from tessera.errors import (
 from tessera.errors.untrusted_text import printable
 from tessera.train.config.config_schema import as_text, schema, settings_of, typed
 from tessera.train.config.help_text import usage
+from tessera.train.config.model_tokenizer import tokenizer_notes, tokenizer_of
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.overrides import (
     GROUPS,
@@ -186,6 +187,7 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     errors += _override(config, settings_overrides, model)
     try:
         settings, output_dir = _values(config, model)
+        settings.data.tokenizer = tokenizer_of(settings, model.weights)
     except TesseraError as error:
         raise joined([*errors, error]) from error
     errors += [*check(settings), *_check_output(output_dir)]
@@ -194,10 +196,12 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
 
         errors = layout_problems(settings)
     raise_all(errors)
+    notes = (*model.notes, *tokenizer_notes(settings, model.weights))
+    config.data.tokenizer = settings.data.tokenizer
     with open_dict(config):
         del config["hydra"]
     folder = Path(output_dir)
-    return Composed(settings, as_text(config), folder, model.notes, model.published)
+    return Composed(settings, as_text(config), folder, notes, model.published)
 
 
 def _override(

@@ -80,7 +80,8 @@ class DataConfig:
       messages_key: For JSON lines and tables: the key of a list of messages with role
         and content, instead of a text; the tokenizer's chat template writes them.
       loss_on: For messages: which tokens are learned.
-      tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one.
+      tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one;
+        null is that of the folder of the model's weights, and bytes without a folder.
       validation_fraction: The share of the data for validation; 0 disables it, and 1
         leaves nothing to train on, for training.eval_only.
       sources: For mixture: the sources by name, each with path and weight, and with
@@ -98,13 +99,18 @@ class DataConfig:
     text_key: str = "text"
     messages_key: str = ""
     loss_on: str = setting("all", choices=LOSS_ON)
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     validation_fraction: float = setting(0.05, least=0, most=1)
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     num_workers: int | None = setting(None, least=1, most=1024)
     cache_dir: str | None = None
     prefetch: int = setting(4, least=0, most=1024)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer, with bytes for null: there is no folder of weights."""
+        return self.tokenizer or "bytes"
 
 
 # Settings that a source does not read, and then those that files do not.

@@ -66,12 +66,12 @@ class Encoder:
     """
 
     def __init__(self, config: DataConfig, vocab_size: int) -> None:
-        self.tokenizer = load_tokenizer(config.tokenizer)
+        self.tokenizer = load_tokenizer(config.tokenizer_name)
         self.separator: int | None = self.tokenizer.separator
         self._config, self._vocab_size = config, vocab_size
         self._template: TemplateProcess | None = None
         if config.messages_key:
-            _, self._template = chat_template_of(self.tokenizer, config.tokenizer)
+            _, self._template = chat_template_of(self.tokenizer, config.tokenizer_name)
             # A template begins conversations itself.
             self.separator = None
         else:

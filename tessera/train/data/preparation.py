@@ -143,7 +143,7 @@ def _settings_fingerprint(config: DataConfig) -> str:
         if one.name not in _NO_CHANGE_OF_TOKENS
     }
     digest.update(repr((FORMAT, sorted(settings.items()))).encode())
-    for path in tokenizer_files(config.tokenizer):
+    for path in tokenizer_files(config.tokenizer_name):
         digest.update(hashlib.blake2b(path.read_bytes()).digest())
         for library in ("tokenizers", "jinja2"):
             with contextlib.suppress(metadata.PackageNotFoundError):

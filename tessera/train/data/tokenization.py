@@ -292,7 +292,8 @@ def _file_in(folder: Path) -> Path:
     raise TokenizerError(
         f"the folder {str(folder)!r} has no tokenizer",
         got=f"no {TOKENIZER_FILE}",
-        fix="save the tokenizer there with Hugging Face Transformers' save_pretrained",
+        fix="save the tokenizer there with Hugging Face Transformers' save_pretrained, "
+        "or choose another one: data.tokenizer=<file or folder>, or bytes",
     )
 
 

@@ -190,7 +190,7 @@ class Run:
 
     def data_fingerprint(self, corpus: Corpus) -> tuple[str, dict[str, str]]:
         """A fingerprint of the data and of the tokenizer, and those of their parts."""
-        tokenizer = tokenizer_fingerprint(self.config.data.tokenizer)
+        tokenizer = tokenizer_fingerprint(self.config.data.tokenizer_name)
         parts = corpus.fingerprint_parts() | {"tokenizer": tokenizer}
         return corpus.fingerprint, parts
 

@@ -184,8 +184,11 @@ def _checkpoint(path: Path) -> TrainedModel:
             got=f"{path}: data=synthetic, whose tokens have no text",
             fix="use a run with data=stdlib or data=text",
         )
-    tokenizer = load_tokenizer(settings.data.tokenizer)
-    ends = () if tokenizer.separator is None else (tokenizer.separator,)
+    name = settings.data.tokenizer_name
+    tokenizer = load_tokenizer(name)
+    begins = () if tokenizer.separator is None else (tokenizer.separator,)
+    published = Published.parse(checkpoint.metadata.published)
+    ends = _ends(path, published) if published.has_tokenizer_of(begins) else ()
     model = settings.model.kind.build(settings.model.config, ModelOptions(), None)
 
     def read(mesh: Mesh | None) -> Tree:
@@ -200,8 +203,9 @@ def _checkpoint(path: Path) -> TrainedModel:
 
         return nest({name: put(name) for name in named_leaves(model.abstract())})
 
-    length, name = settings.training.sequence_length, settings.data.tokenizer
-    return TrainedModel(model, name, tokenizer, ends, ends, length, read)
+    length = settings.training.sequence_length
+    stops = tuple({*begins, *ends})
+    return TrainedModel(model, name, tokenizer, begins, stops, length, read)
 
 
 def _folder(path: Path) -> TrainedModel:

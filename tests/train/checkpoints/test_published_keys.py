@@ -93,7 +93,7 @@ def test_a_folder_of_changed_sizes_keeps_what_is_not_about_the_computation(
 
 def test_the_ids_of_another_tokenizer_take_the_place_of_the_folders(filled, tmp_path):
     folder = publish(tmp_path / "model", CONFIGS["Gemma 3"], GENERATION)
-    files = exported(filled, folder, "data=stdlib")
+    files = exported(filled, folder, "data=stdlib", "data.tokenizer=bytes")
     ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None}
     assert files["generation_config.json"] == {**GENERATION, **ids}
     assert ids.items() <= files["config.json"].items()

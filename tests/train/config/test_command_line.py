@@ -48,7 +48,7 @@ def test_the_defaults_are_those_of_the_classes():
         name="tiny",
         model=ModelConfig(name="tiny", config=config_of("tiny")),
         training=TrainingConfig(),
-        data=DataConfig(),
+        data=DataConfig(tokenizer="bytes"),
         optimizer=AdamWConfig(),
         runtime=RuntimeConfig(),
     )

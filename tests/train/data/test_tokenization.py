@@ -212,7 +212,8 @@ def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path):
         f"[T605] the folder '{tmp_path}' has no tokenizer\n"
         "  got: no tokenizer.json\n"
         "  fix: save the tokenizer there with Hugging Face Transformers' "
-        "save_pretrained\n"
+        "save_pretrained, or choose another one: data.tokenizer=<file or folder>, "
+        "or bytes\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 

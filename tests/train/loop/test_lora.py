@@ -236,7 +236,8 @@ def saved(folder: Path, path: Path, *overrides: str) -> Run:
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of text that may be used, its parameters, and its model."""
     path = tmp_path_factory.mktemp("run")
-    text = "data=stdlib", "data.synthetic.tokens=2000000"  # its default
+    # The size of a synthetic corpus is its default.
+    text = "data=stdlib", "data.tokenizer=bytes", "data.synthetic.tokens=2000000"
     run = saved(folder, path, *text, *MESHES["fsdp x tp"])
     model = DecoderModel(run.config.model.config)
     return path, model, open_trained(path).read(None)

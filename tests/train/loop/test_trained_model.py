@@ -19,7 +19,7 @@ from tessera.errors import (
 from tessera.mesh import Mesh
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.commands.generate import _lines, main
-from tessera.train.config.command_line import compose
+from tessera.train.config.command_line import Composed, compose
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
@@ -41,12 +41,18 @@ MESH = "[[1,4],[fsdp,tp]]"
 
 
 def save_run(folder: Path, *overrides: str) -> Run:
-    composed = compose([*SMALL, *overrides], configs_dir())
+    return save(compose([*SMALL, *overrides], configs_dir()), folder)
+
+
+def save(composed: Composed, folder: Path) -> Run:
     run = Run(composed.config, Mesh.from_shape(composed.config.model.mesh_shape))
     state = init_state(
         run.model, run.step_config.optimizer, jax.random.key(0), run.mesh
     )
-    with Checkpoints(run, folder / "checkpoints", composed.text) as checkpoints:
+    text, published = composed.text, composed.published
+    with Checkpoints(
+        run, folder / "checkpoints", text, published=published
+    ) as checkpoints:
         checkpoints.save(4, state, Cursor(16, {}))
     return run
 
@@ -155,6 +161,24 @@ def test_tokens_that_end_a_text_are_numbers(
     with pytest.raises(ModelFolderError) as caught:
         open_trained(folder)
     assert line in str(caught.value)
+
+
+@pytest.mark.full
+def test_a_run_stops_where_the_model_that_it_began_with_does(tmp_path: Path) -> None:
+    values = {**GEMMA3, "vocab_size": 300, "eos_token_id": [1, 7]}
+    folder = write_folder(tmp_path / "gemma", gemma3_tensors(values), values)
+    chat_folders.write_folder(folder, "gemma", marked=False)
+    own = open_trained(folder)
+    begin = own.tokenizer.special_tokens["<bos>"]
+    values["bos_token_id"] = begin
+    (folder / "config.json").write_text(json.dumps(values))
+    words = (f"model={folder}", "training.sequence_length=16")
+    save(compose(words, configs_dir()), tmp_path / "run")
+    trained = open_trained(tmp_path / "run")
+    assert trained.tokenizer_name == str(folder)
+    assert {*trained.stop_tokens} == {begin, 1, 7}
+    save(compose([*words, "data.tokenizer=bytes"], configs_dir()), tmp_path / "bytes")
+    assert open_trained(tmp_path / "bytes").stop_tokens == (256,)
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ published = read_published("llama")     # when a run begins
 values = published.config_values(...)   # when it is exported
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -47,18 +47,23 @@ class Published:
         values = {name: parse_object(text, name) for name, text in texts.items()}
         return cls(values.get(CONFIG_FILE, {}), values.get(GENERATION_FILE, {}))
 
+    def has_tokenizer_of(self, separators: Iterable[int | None]) -> bool:
+        """Whether the folder's own tokens begin or end a text with these separators.
+
+        Then the tokenizer is the folder's, and the folder's ids hold.
+        """
+        ends = [None, *self._ends()]
+        return bool(self.config) and all(token in ends for token in separators)
+
     def token_ids(self, tokens: Mapping[str, int | None]) -> dict[str, Any]:
         """The ids of special tokens of an export.
 
         Args:
           tokens: Those of the tokenizer that the model was trained with; none if that
-            is unknown. If the folder's own end or begin a text with its separator, it
-            is the folder's tokenizer, and the folder's ids hold.
+            is unknown.
         """
-        own = {name: self._flat[name] for name in _IDS if name in self._flat}
-        ends = [None, *self._ends()]
-        if self.config and all(token in ends for token in tokens.values()):
-            return own
+        if self.has_tokenizer_of(tokens.values()):
+            return {name: self._flat[name] for name in _IDS if name in self._flat}
         return {**dict.fromkeys(_IDS), **tokens}
 
     def config_values(
