@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.conversion_state import current
 from tessera.graph.tracer.control_flow.lower_jumps import FLAG, display_name
 from tessera.graph.tracer.control_flow.own_objects import (
@@ -118,8 +119,9 @@ class State:
         """Contents with other values; what is ``ABSENT`` is removed."""
         found = [dict(held) for held in contents]
         for key, value in values.items():
-            found[key.target].pop(key.entry, None)
-            if value is not ABSENT:
+            if value is ABSENT:
+                found[key.target].pop(key.entry, None)
+            else:
                 found[key.target][key.entry] = value
         return found
 
@@ -145,6 +147,19 @@ class State:
             if differences(held, read(value)):
                 change = f"an object in {what} is changed"
                 raise change_error(value, change, of_block=True)
+
+    def require_same_order(self, ends: Iterable[Contents], what: str) -> None:
+        """Raise [T319] where the keys of a dict are in another order than in an end."""
+        for end in ends:
+            for target, held in zip(self._targets, end, strict=True):
+                now = content(target)
+                if isinstance(target, dict) and [*now] != [*held]:
+                    raise ControlFlowError(
+                        f"the order of a dict's keys depends on {what}",
+                        got=f"{[*now]} or {[*held]}",
+                        fix="add or replace the same keys in the same order on both "
+                        "ways, or give them values before",
+                    )
 
     def holds(self, target: Any) -> bool:
         """Whether it is a dict or list that the call has made before the block."""

@@ -95,6 +95,7 @@ def choose(
     merge.require_agreement()
     results = _cond(predicate, blocks, merge, computes_both)
     state.write(state.updated(before, filled(merged, results)))
+    state.require_same_order((block.end for block in blocks), where)
 
 
 def _cond(

@@ -117,6 +117,10 @@ def differences(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any
 
 def restore(target: Any, held: Mapping[Any, Any]) -> None:
     """Set what something holds; what it still holds is left alone."""
+    if isinstance(target, dict) and [*dict.keys(target)] != [*held]:
+        dict.clear(target)  # the order of the keys counts, too
+        dict.update(target, held)
+        return
     changes = differences(content(target), held)
     if not changes:
         return

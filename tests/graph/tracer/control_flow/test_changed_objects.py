@@ -51,6 +51,56 @@ def test_dicts_keep_the_order_of_their_keys():
     assert found == [[8, 6, 2], [2, 4, 2]]
 
 
+def adds_in_two_orders(table, x, flag):
+    if flag:
+        table["m"], table["n"] = x, x
+    else:
+        table["n"], table["m"] = x, x
+
+
+def moves_a_key_to_the_end(table, x, flag):
+    if flag:
+        table["b"] = table.pop("b")
+
+
+def moves_a_key_on_both_ways(table, x, flag):
+    del table["b"]
+    if flag:
+        del table["a"]
+        table["b"], table["a"] = x, x
+    else:
+        table["b"] = x
+
+
+ORDERS = (adds_in_two_orders, moves_a_key_to_the_end, moves_a_key_on_both_ways)
+
+
+@pytest.mark.parametrize("change", ORDERS)
+def test_keys_that_branches_leave_in_two_orders_are_refused(change):
+    @ts.function
+    def function(x, flag):
+        table = {"b": x, "a": x, "c": x}
+        change(table, x, flag)
+        return {str(i): x * (key < "c") for i, key in enumerate(table)}
+
+    for flag in (YES, NO):
+        with pytest.raises(ControlFlowError, match="the order of a dict's keys"):
+            function(X, flag)
+
+
+def test_keys_that_both_branches_add_in_one_order_keep_it():
+    def function(x, flag):
+        table = {}
+        if flag:
+            table["m"], table["a"] = x, x * 2.0
+        else:
+            table["m"], table["a"] = x * 3.0, x * 4.0
+        return [*table.values()]
+
+    found = [[float(v) for v in values] for values in both(function, X)]
+    assert found == [[2, 4], [6, 8]]
+
+
 class Rows(list):
     total = 0.0
 
