@@ -12,7 +12,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from tessera.errors import ControlFlowError
-from tessera.graph.tracer.control_flow import converted_calls, printing
+from tessera.graph.tracer.control_flow import (
+    conversion_state,
+    converted_calls,
+    printing,
+)
 from tessera.graph.tracer.control_flow.conversion_state import (
     NEEDS_VALUE,
     Conversion,
@@ -32,7 +36,9 @@ _Result = TypeVar("_Result")
 _AMBIGUOUS = "The truth value of an array with more than one element is ambiguous"
 
 # Converted code calls ``str`` and other functions from here.
-_CALLERS = (converted_calls.__file__, printing.__file__)
+_CALLERS = tuple(
+    module.__file__ for module in (conversion_state, converted_calls, printing)
+)
 
 # Functions that were converted before: they need not be traced as they are.
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()

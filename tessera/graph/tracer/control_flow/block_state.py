@@ -5,20 +5,19 @@ A branch is traced by running it. What it changed is found by comparing this sta
 before and after, and is then undone: the outputs of the traced program take its place.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType
 from typing import Any, NamedTuple
 
 import jax
 
 from tessera.errors import ControlFlowError
 from tessera.graph.tracer.control_flow.conversion_state import current
-from tessera.graph.tracer.control_flow.lower_jumps import FLAG, display_name
+from tessera.graph.tracer.control_flow.lower_jumps import display_name
 from tessera.graph.tracer.control_flow.own_objects import (
     ABSENT,
     TREES,
-    VALUE,
     attributes,
     change_error,
     content,
@@ -70,31 +69,19 @@ class Key(NamedTuple):
 class State:
     """The variables of a block, and what the call has made before it.
 
-    Attributes:
-      flags: Variables that tell whether a jump was taken.
-
     Args:
       functions: The functions that are its code.
-      variables: Other variables, with their names in messages.
     """
 
-    def __init__(
-        self,
-        functions: Iterable[Callable[..., Any] | None],
-        variables: Mapping[str, CellType] | None = None,
-    ) -> None:
+    def __init__(self, functions: Iterable[Any]) -> None:
         conversion = current()
         own = [value for value, _ in conversion.own.values()] if conversion else []
-        named = {id(cell): (name, cell) for name, cell in (variables or {}).items()}
-        # Functions that the call has made may assign its variables.
-        for function in (*functions, *own):
-            if isinstance(function, FunctionType):
-                names, cells = function.__code__.co_freevars, function.__closure__ or ()
-                for name, cell in zip(names, cells, strict=True):
-                    named.setdefault(id(cell), (display_name(name), cell))
+        named: dict[int, tuple[str, CellType]] = {}
+        for function in functions:
+            names, cells = function.__code__.co_freevars, function.__closure__ or ()
+            for name, cell in zip(names, cells, strict=True):
+                named.setdefault(id(cell), (display_name(name), cell))
         self._names = [name for name, _ in named.values()]
-        flags = (n for n, name in enumerate(self._names) if name == FLAG)
-        self.flags = [Key(number, VALUE) for number in flags]
         trees = [value for value in own if isinstance(value, TREES)]
         self._targets = [*(cell for _, cell in named.values()), *trees]
         self._ids = {id(target) for target in self._targets}

@@ -6,14 +6,13 @@ branches are traced, and ``jax.lax.cond`` runs one of them.
 """
 
 from collections.abc import Callable, Sequence
-from types import CellType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tessera.graph.tracer.control_flow.absent_values import Unusable
-from tessera.graph.tracer.control_flow.block_state import Contents, State
+from tessera.graph.tracer.control_flow.block_state import State
 from tessera.graph.tracer.control_flow.merge_points import Merge, filled
 from tessera.graph.tracer.control_flow.traced_blocks import Block, traced_block, truth
 from tessera.graph.tracer.control_flow.user_code import user_line
@@ -34,22 +33,24 @@ def if_exp(test: Any, body: Run, orelse: Run, *, computes_both: bool = False) ->
     """``body if test else orelse``."""
     if not isinstance(test, jaxprs.Tracer):
         return body() if test else orelse()
-    value = CellType(None)
-    ways = _assigning(value, body), _assigning(value, orelse)
-    state = State((body, orelse), {"its value": value})
+    tessera__value: Any = None  # messages call it "its value"
+
+    def assign_body() -> None:
+        nonlocal tessera__value
+        tessera__value = body()
+
+    def assign_orelse() -> None:
+        nonlocal tessera__value
+        tessera__value = orelse()
+
+    state = State((assign_body, assign_orelse, body, orelse))
     what = "`and` or `or`" if computes_both else "the conditional expression"
-    choose(test, *ways, state, what, computes_both=computes_both)
-    result = value.cell_contents
-    return result.read() if isinstance(result, Unusable) else result
-
-
-def _assigning(value: CellType, operand: Run) -> Run:
-    """An operand of an expression as a block that assigns the expression's value."""
-
-    def run() -> None:
-        value.cell_contents = operand()
-
-    return run
+    choose(test, assign_body, assign_orelse, state, what, computes_both=computes_both)
+    return (
+        tessera__value.read()
+        if isinstance(tessera__value, Unusable)
+        else tessera__value
+    )
 
 
 def choose(
@@ -78,43 +79,34 @@ def choose(
     """
     predicate = truth(test, what)
     before, where = state.read(), f"{what} at {user_line()}"
-    # The condition is known on each side: so it is known that a function has returned,
-    # where it returns on either side of an ``if returned``.
-    flags = [key for key in state.flags if state.value(before, key) is test]
-    blocks: list[Block] = []
-    starts: list[Contents] = []
-    for run, holds in ((body, True), (orelse, False)):
-        starts.append(state.updated(before, dict.fromkeys(flags, holds)))
-        state.write(starts[-1])
-        blocks.append(traced_block(run, state, starts[-1], where))
-    state.write(before)
+    blocks = [traced_block(run, state, before, where) for run in (body, orelse)]
     merge = Merge(where, state)
     keys = dict.fromkeys((*blocks[0].changes, *blocks[1].changes))
     first, second = (state.trees(block.end, keys) for block in blocks)
     merged = {key: merge.merged(key, first[key], second[key]) for key in keys}
     merge.require_agreement()
     results = _cond(predicate, blocks, merge, computes_both)
-    state.write(state.updated(before, filled(merged, results)))
+    numbers = dict(zip(merge.numbers, results, strict=True))
+    state.write(state.updated(before, filled(merged, numbers)))
     state.require_same_order((block.end for block in blocks), where)
 
 
 def _cond(
     predicate: Any, blocks: Sequence[Block], merge: Merge, computes_both: bool
 ) -> Sequence[Any]:
-    """The outputs of ``cond``: one for each slot of the merge, in order."""
+    """The outputs of ``cond``: one for each number of the merge, in order."""
     has_effects = any(block.program.effects for block in blocks)
     if not merge.numbers and not has_effects:
         return []
 
     def way(block: Block, first: bool) -> Callable[[], list[Any]]:
         def run() -> list[Any]:
-            outputs = jaxprs.evaluate(block.program)
+            arrays = jaxprs.evaluate(block.program)
+            outputs = dict(zip(block.outputs, arrays, strict=True))
             return [
-                number.cast(
-                    block.value(number.first if first else number.second, outputs),
-                    number.second if first else number.first,
-                )
+                number.cast(outputs.get(id(leaf), leaf), other)
                 for number in merge.numbers
+                for leaf, other in [number.pair if first else number.pair[::-1]]
             ]
 
         return run

@@ -5,15 +5,19 @@ The user's code may catch an error that the conversion raises, where plain Pytho
 have raised nothing. So the first error is recorded, and raised again at the end.
 """
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from tessera.errors import ControlFlowError
+from tessera.errors import BranchError, ControlFlowError
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 # What JAX raises where Python asks for the numbers of a traced value.
 NEEDS_VALUE = (
@@ -108,3 +112,21 @@ open_conversion: ContextVar[Conversion | None] = ContextVar(
 def current() -> Conversion | None:
     """The conversion of the function that is being traced, if it is converted."""
     return open_conversion.get()
+
+
+def recorded(
+    operator: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """An operator whose errors are recorded, even if the user's code catches them."""
+
+    @functools.wraps(operator)
+    def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return operator(*args, **kwargs)
+        except (BranchError, ControlFlowError) as error:
+            conversion = current()
+            if conversion is not None:
+                conversion.refuse(error)
+            raise
+
+    return run

@@ -9,7 +9,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import jax
@@ -22,8 +28,14 @@ from tessera.graph.tracer.control_flow import (
     printing,
 )
 from tessera.graph.tracer.control_flow.absent_values import NotReturned
-from tessera.graph.tracer.control_flow.conversion_state import current
-from tessera.graph.tracer.control_flow.function_source import Unconvertible
+from tessera.graph.tracer.control_flow.conversion_state import (
+    current,
+    recorded,
+)
+from tessera.graph.tracer.control_flow.function_source import (
+    AssignsOutside,
+    Unconvertible,
+)
 from tessera.graph.tracer.control_flow.source_conversion import convert
 from tessera.graph.tracer.control_flow.user_code import (
     is_user_function,
@@ -69,20 +81,29 @@ def converted_call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     if isinstance(function, functools.partial):
         kwargs = {**function.keywords, **kwargs}
         return converted_call(function.func, *function.args, *args, **kwargs)
-    builtin = _builtin(function)
-    if builtin is not None:
-        return builtin(*args, **kwargs)
+    if isinstance(function, BuiltinFunctionType | type) and function in _BUILTINS:
+        return _BUILTINS[function](*args, **kwargs)
     if _has_plain_constructor(function):
         new = object.__new__(function)
         own_objects.adopt_result(new, function, {})
         converted_call(function.__init__, new, *args, **kwargs)
         return new
     target, bound = target_of(function)
-    made = None if target is None else converted(target)
-    if made is None:
-        return _library_call(function, target, args, kwargs)
-    _require_own_variables(target, made)
-    return made(*bound, *args, **kwargs)
+    unseen = ""
+    if target is not None:
+        made = converted(target)
+        if isinstance(made, FunctionType):
+            return made(*bound, *args, **kwargs)
+        if isinstance(made, AssignsOutside) and current() is not None:
+            raise ControlFlowError(
+                f"{target.__qualname__}(), called at {user_line()}, assigns the "
+                f"variable {str(made)!r}, which is not its own",
+                got="`global` or `nonlocal`",
+                fix="pass the value as an argument, and return the new one",
+            )
+        if not target.__name__.startswith("__"):
+            unseen = f"{target.__qualname__}() runs as it is: {made}"
+    return _library_call(function, unseen, args, kwargs)
 
 
 def _print_call(function: Any, /, *values: Any, **options: Any) -> Any:
@@ -92,11 +113,16 @@ def _print_call(function: Any, /, *values: Any, **options: Any) -> Any:
     return converted_call(function, *values, **options)
 
 
-def _library_call(
-    function: Any, target: FunctionType | None, args: Any, kwargs: Any
-) -> Any:
-    """Call a function as it is, and refuse side effects that a program cannot have."""
-    _require_traceable(function, target, (*args, *kwargs.values()))
+def _library_call(function: Any, unseen: str, args: Any, kwargs: Any) -> Any:
+    """Call a function as it is, and refuse side effects that a program cannot have.
+
+    Args:
+      function: What is called.
+      unseen: Why it is the user's all the same; nothing of a library's.
+      args: Its arguments.
+      kwargs: Its keyword arguments.
+    """
+    _require_traceable(function, unseen, (*args, *kwargs.values()))
     owner = getattr(function, "__self__", None)
     given = [None if isinstance(owner, ModuleType) else owner, *args, *kwargs.values()]
     with own_objects.only_own_changed(function, given) as objects:
@@ -104,18 +130,6 @@ def _library_call(
         result = function(*map(_callback, args), **named)
     own_objects.adopt_result(result, function, objects)
     return result
-
-
-def _require_own_variables(target: Any, made: Any) -> None:
-    """Refuse a function that assigns variables from outside of the call."""
-    conversion = current()
-    if conversion is not None and made.assigns and id(target) not in conversion.own:
-        raise ControlFlowError(
-            f"{target.__qualname__}(), called at {user_line()}, assigns the variable "
-            f"{made.assigns[0]!r} from outside of the call",
-            got="a global variable, or one that a function from before closes over",
-            fix="pass the value as an argument, and return the new one",
-        )
 
 
 # Calls into these modules have side effects that are neither compared nor undone.
@@ -126,24 +140,19 @@ _STATEFUL = frozenset(
 )
 
 
-def _require_traceable(
-    function: Any, target: FunctionType | None, values: tuple[Any, ...]
-) -> None:
+def _require_traceable(function: Any, unseen: str, values: tuple[Any, ...]) -> None:
     """Refuse, in a block, code that is not seen, random numbers and files."""
     conversion = current()
     if conversion is None or not conversion.blocks:
         return
-    if target is not None and not target.__name__.startswith("__"):
-        name = target.__qualname__
-        use = f"{name}() runs as it is: {conversion.failures.get(name, 'no source')}"
-    elif any(map(_is_stateful, (function, *values))) or function is input:
-        use = f"a call of {getattr(function, '__qualname__', repr(function))}()"
-    else:
+    if any(map(_is_stateful, (function, *values))) or function is input:
+        unseen = f"a call of {getattr(function, '__qualname__', repr(function))}()"
+    if not unseen:
         return
     raise ControlFlowError(
         f"a branch or loop that is traced whether it runs or not does at {user_line()} "
         "what cannot be undone",
-        got=use,
+        got=unseen,
         fix="do it before or after; to write something when the program runs, print it "
         "or use jax.debug.callback; for random numbers use jax.random with a key",
     )
@@ -171,42 +180,21 @@ def _has_plain_constructor(function: Any) -> bool:
     )
 
 
-def _checked(assign: Callable[..., None]) -> Callable[..., None]:
-    def assign_checked(value: Any, *rest: Any) -> None:
-        assign(own_objects.written(value, f"a {type(value).__name__}"), *rest)
-
-    return assign_checked
+def _setattr(value: Any, name: str, new: Any) -> None:
+    setattr(own_objects.written(value, f"a {type(value).__name__}"), name, new)
 
 
-def _builtin(function: Any) -> Callable[..., Any] | None:
-    """The replacement of a built-in function that takes traced values, if any."""
-    if not (inspect.isbuiltin(function) or isinstance(function, type)):
-        return None
-    return _BUILTINS.get(function)
+def _delattr(value: Any, name: str) -> None:
+    delattr(own_objects.written(value, f"a {type(value).__name__}"), name)
 
 
+# What converted code calls instead.
 _BUILTINS: dict[Any, Callable[..., Any]] = {
     print: printing.print_,
     type: type,  # the class of an object is not new
-    setattr: _checked(setattr),
-    delattr: _checked(delattr),
+    setattr: _setattr,
+    delattr: _delattr,
 }
-
-
-def _recorded(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose errors are recorded, even if the user's code catches them."""
-
-    @functools.wraps(operator)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return operator(*args, **kwargs)
-        except (BranchError, ControlFlowError) as error:
-            conversion = current()
-            if conversion is not None:
-                conversion.refuse(error)
-            raise
-
-    return run
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -222,28 +210,28 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "and_": branches.and_,
     "or_": branches.or_,
     "not_": branches.not_,
-    "while_stmt": loops.while_stmt,
-    "for_stmt": loops.for_stmt,
+    "turns": loops.turns,
+    "items": loops.items,
     "print_call": _print_call,
     "printed_text": printing.printed_text,
 }
 # The operators that converted code calls for statements and expressions.
 OPERATORS = SimpleNamespace(
     NotReturned=NotReturned,
-    **{name: _recorded(operator) for name, operator in _OPERATORS.items()},
+    **{name: recorded(operator) for name, operator in _OPERATORS.items()},
 )
 
 
 # --- functions, converted
 
-_converted: "weakref.WeakKeyDictionary[FunctionType, FunctionType | None]" = (
+_converted: "weakref.WeakKeyDictionary[FunctionType, FunctionType | Unconvertible]" = (
     weakref.WeakKeyDictionary()
 )
 _made: "weakref.WeakSet[FunctionType]" = weakref.WeakSet()
 
 
-def converted(function: FunctionType) -> FunctionType | None:
-    """The converted function, made once; None if it cannot be converted."""
+def converted(function: FunctionType) -> FunctionType | Unconvertible:
+    """The converted function, made once; or why it cannot be converted."""
     if function in _made:
         return function
     if function not in _converted:
@@ -251,11 +239,11 @@ def converted(function: FunctionType) -> FunctionType | None:
             _converted[function] = made = convert(function, OPERATORS)
             _made.add(made)
         except Unconvertible as error:
-            _converted[function] = None
-            conversion = current()
-            if conversion is not None:
-                conversion.failures[function.__qualname__] = str(error)
-    return _converted[function]
+            _converted[function] = error
+    found, conversion = _converted[function], current()
+    if isinstance(found, Unconvertible) and conversion is not None:
+        conversion.failures[function.__qualname__] = str(found)
+    return found
 
 
 def as_callback(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +268,7 @@ def _callback(value: Any) -> Any:
         return value
     target, _ = target_of(getattr(value, "func", value))
     conversion = current()
-    if target is None or converted(target) is None:
+    if target is None or type(converted(target)) is Unconvertible:
         return value
     if conversion is None or not isinstance(value, FunctionType):
         return as_callback(value)

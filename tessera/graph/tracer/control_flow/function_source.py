@@ -13,6 +13,10 @@ class Unconvertible(Exception):
     """Why a function cannot be converted, in words."""
 
 
+class AssignsOutside(Unconvertible):
+    """The variable of a module or of another function that a function assigns."""
+
+
 def definition_of(
     function: FunctionType,
 ) -> tuple[ast.FunctionDef | ast.Lambda, str]:

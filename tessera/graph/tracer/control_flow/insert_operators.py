@@ -25,7 +25,6 @@ from tessera.graph.tracer.control_flow.lower_jumps import (
 
 # Calls of these by name depend on the function that they stand in.
 _FRAME_READERS = ("locals", "eval", "exec", "vars", "dir")
-_LOOPS = (ast.For, ast.While)
 _EFFECTS = (ast.Call, ast.NamedExpr)  # what may change something when it is evaluated
 
 
@@ -42,11 +41,8 @@ class InsertOperators(ast.NodeTransformer):
     def __init__(self, definition: ast.FunctionDef) -> None:
         self._definition = definition
         self._count = 0
-        body = list(walk_scope(definition.body))
-        self._globals = declared(body, ast.Global)
-        blocks = [each for each in body if isinstance(each, (ast.If, *_LOOPS))]
-        beyond = self._globals | declared(body, ast.Nonlocal)
-        self._variables = assigned_names(blocks) - beyond
+        body = walk_scope(definition.body)
+        self._variables = assigned_names(n for n in body if isinstance(n, ast.If))
         arguments = definition.args
         first = [*arguments.posonlyargs, *arguments.args][:1]
         self._first = first[0].arg if first else ""
@@ -75,49 +71,41 @@ class InsertOperators(ast.NodeTransformer):
         """An ``if``: both branches become functions."""
         body = self._function("if", node, node.body)
         orelse = self._function("else", node, node.orelse)
-        return [body, orelse, self._call("if_stmt", node, node.test, body, orelse)]
+        parts = [ast.Name(part.name, ast.Load()) for part in (body, orelse)]
+        call = _operator("if_stmt", node, self.visit(node.test), *parts)
+        return [body, orelse, _at(ast.Expr(call), node)]
 
-    def visit_While(self, node: ast.While) -> list[ast.stmt]:
-        """A ``while``: its condition and its body become functions."""
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        """A ``while``, which Python runs."""
         negated = [ast.UnaryOp(ast.Not(), flag) for flag in _flags(node)]
         holds = ast.BoolOp(ast.And(), [*negated, node.test]) if negated else node.test
-        test = self._function("test", node, [_at(ast.Return(holds), node.test)])
-        body = self._function("body", node, node.body)
-        return [test, body, self._call("while_stmt", node, None, test, body)]
+        node.test = _operator("turns", node.test, self.visit(holds))
+        node.body = self._block(node.body)
+        return node
 
-    def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        """A ``for``: its body becomes a function of the item."""
-        item = ast.Name(f"{PREFIX}item", ast.Load())
-        target = _at(ast.Assign([node.target], item), node.target)
-        body = self._function("body", node, [target, *node.body], item.id)
-        flags = _flags(node) or [ast.Constant(False)]
-        is_left = flags[0] if len(flags) == 1 else ast.BoolOp(ast.Or(), flags)
-        left = self._function("left", node, [_at(ast.Return(is_left), node)])
-        return [left, body, self._call("for_stmt", node, node.iter, left, body)]
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        """A ``for``, which Python runs until it knows that a jump ends it."""
+        flags = _flags(node)
+        node.target, node.iter = self.visit(node.target), self.visit(node.iter)
+        if flags:
+            left = _thunk(_at(ast.Tuple(flags, ast.Load()), node))
+            node.iter = _operator("items", node, node.iter, left)
+        node.body = self._block(node.body)
+        return node
 
     def _function(
-        self, part: str, node: ast.stmt, body: list[ast.stmt], parameter: str = ""
+        self, part: str, node: ast.If, body: list[ast.stmt]
     ) -> ast.FunctionDef:
-        """A function for one part of a statement; what it assigns is not its own."""
+        """A function for one branch; what it assigns is not its own."""
         self._count += 1
-        names = assigned_names(body)
-        pairs = ("nonlocal", names - self._globals), ("global", names & self._globals)
-        lines = [f"{word} {', '.join(sorted(each))}" for word, each in pairs if each]
-        text = f"def {PREFIX}{part}_{self._count}({parameter}): pass"
+        names = ", ".join(sorted(assigned_names(body)))
+        text = f"def {PREFIX}{part}_{self._count}(): pass"
         (made,) = parse_at(text, node)
         assert isinstance(made, ast.FunctionDef)
         if body:
-            declarations = parse_at("\n".join(lines), node)
-            made.body = [*declarations, *self._block(body)]
+            declaration = parse_at(f"nonlocal {names}", node) if names else []
+            made.body = [*declaration, *self._block(body)]
         return made
-
-    def _call(
-        self, name: str, node: ast.stmt, value: ast.expr | None, *parts: ast.FunctionDef
-    ) -> ast.stmt:
-        """The call of an operator, of a value and of functions."""
-        values = [] if value is None else [self.visit(value)]
-        functions = [ast.Name(part.name, ast.Load()) for part in parts]
-        return _at(ast.Expr(_operator(name, node, *values, *functions)), node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
         """``x += 1`` reads ``x``, and may change it in place."""
@@ -135,15 +123,11 @@ class InsertOperators(ast.NodeTransformer):
         node.body = self._block(node.body)
         return node
 
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+    def _definition_inside(self, node: ast.AST) -> ast.AST:
         """A function inside is left as it is: it is converted when it is called."""
         return node
 
-    def _made_here(self, node: ast.FunctionDef | ast.ClassDef) -> list[ast.stmt]:
-        """A function or class that the call makes."""
-        return [node, *parse_at(f"{PREFIX}.made({node.name})", node)]
-
-    visit_FunctionDef = visit_ClassDef = _made_here
+    visit_Lambda = visit_FunctionDef = visit_ClassDef = _definition_inside
 
     # --- expressions
 
@@ -239,11 +223,6 @@ class InsertOperators(ast.NodeTransformer):
 
 def _is_ours(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == PREFIX
-
-
-def declared(nodes: Iterable[ast.AST], kind: type) -> set[str]:
-    """The names that statements declare as ``global`` or ``nonlocal``."""
-    return {name for node in nodes if isinstance(node, kind) for name in node.names}
 
 
 def _flags(node: ast.For | ast.While) -> list[ast.expr]:

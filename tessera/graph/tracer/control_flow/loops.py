@@ -5,27 +5,24 @@ How often a loop turns must be known; whether a ``break`` or ``return`` is met m
 traced. For as many turns as the program decides there is ``jax.lax.while_loop``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tessera.errors import ControlFlowError
-from tessera.graph.tracer.control_flow.block_state import State
-from tessera.graph.tracer.control_flow.branches import choose
+from tessera.graph.tracer.control_flow.conversion_state import recorded
 from tessera.graph.tracer.control_flow.merge_points import describe
 from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.jax_compat import jaxprs
 
 
-def while_stmt(test: Callable[[], Any], body: Callable[[], None]) -> None:
-    """A ``while``.
+def turns(holds: Any) -> Any:
+    """The condition of a ``while``.
 
     Raises:
-      ControlFlowError: [T319] its condition is traced.
+      ControlFlowError: [T319] it is traced.
     """
-    while not isinstance(holds := test(), jaxprs.Tracer):
-        if not holds:
-            return
-        body()
+    if not isinstance(holds, jaxprs.Tracer):
+        return holds
     raise ControlFlowError(
         f"how often the `while` at {user_line()} turns is only known when the program "
         "runs",
@@ -35,29 +32,38 @@ def while_stmt(test: Callable[[], Any], body: Callable[[], None]) -> None:
     )
 
 
-def for_stmt(
-    iterated: Any, left: Callable[[], Any], body: Callable[[Any], None]
-) -> None:
-    """A ``for``; ``left`` is whether a ``break`` or ``return`` was met.
+def items(
+    iterated: Iterable[Any], left: Callable[[], tuple[Any, ...]]
+) -> Iterator[Any]:
+    """What a ``for`` loops over, until a ``break`` or ``return`` that Python knows.
 
-    Raises:
-      ControlFlowError: [T319] that is traced, and what it loops over is an iterator:
-        what is left of it would depend on it.
+    Args:
+      iterated: What is looped over.
+      left: Whether a ``break``, and whether a ``return``, was met.
     """
     for item in iterated:
-        is_left = left()
-        if not isinstance(is_left, jaxprs.Tracer):
-            if is_left:
-                break
-            body(item)
-            continue
-        if isinstance(iterated, Iterator):
-            raise ControlFlowError(
-                f"an iterator is left by a `break` or `return` at {user_line()}, "
-                "which is only known when the program runs",
-                got=f"a {type(iterated).__name__}, of which the items that are left "
-                "would depend on it",
-                fix="loop over a list, such as list(items)",
-            )
-        state = State((body,))
-        choose(is_left, lambda: None, lambda item=item: body(item), state, "the `for`")
+        yield item
+        if _is_left(iterated, left()):
+            return
+
+
+@recorded
+def _is_left(iterated: Iterable[Any], flags: tuple[Any, ...]) -> bool:
+    """Whether Python knows that a loop is left.
+
+    Raises:
+      ControlFlowError: [T319] only the program knows, and what is looped over is an
+        iterator: what is left of it would depend on it.
+    """
+    if any(flag is True for flag in flags):
+        return True
+    is_traced = any(isinstance(flag, jaxprs.Tracer) for flag in flags)
+    if is_traced and isinstance(iterated, Iterator):
+        raise ControlFlowError(
+            f"an iterator is left by a `break` or `return` at {user_line()}, "
+            "which is only known when the program runs",
+            got=f"a {type(iterated).__name__}, of which the items that are left "
+            "would depend on it",
+            fix="loop over a list, such as list(items)",
+        )
+    return False

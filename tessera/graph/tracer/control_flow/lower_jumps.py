@@ -2,11 +2,14 @@
 """Lower ``return``, ``break`` and ``continue`` to flags, and what follows to ``if``.
 
     for x in xs:                     broken = False
-        if x > 3:                    for x in xs:   # while not broken
-            break                        if x > 3:
-        y = y + x                            broken = True
-                                         else:
-                                             y = y + x
+        if x > 3:                    for item in xs:  # while not broken
+            break                        if broken: pass
+        y = y + x                        else:
+                                             x = item
+                                             if x > 3:
+                                                 broken = True
+                                             else:
+                                                 y = y + x
 
 After that a function returns at its end only, and an iteration ends with its body.
 """
@@ -18,7 +21,8 @@ from tessera.graph.tracer.control_flow.function_source import Unconvertible
 
 PREFIX = "tessera__"
 RETURNED, RESULT = f"{PREFIX}returned", f"{PREFIX}result"
-FLAG = "whether a jump is taken"  # what messages call the other generated variables
+_DISPLAY_NAMES = {RESULT: "the value returned", f"{PREFIX}value": "its value"}
+_CHECKED_RESULT = f"{PREFIX}.returned({RESULT}, {RETURNED})"
 OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 _Loop = ast.For | ast.While
@@ -39,15 +43,15 @@ def lower_jumps(definition: ast.FunctionDef) -> None:
         definition.body = _Lowering().block(before) + ends
         return
     start = parse_at(f"{RETURNED} = False\n{RESULT} = {PREFIX}.NotReturned()", body[0])
-    end = parse_at(f"return {PREFIX}.returned({RESULT}, {RETURNED})", body[-1])
+    result = RESULT if _always_returns(body) else _CHECKED_RESULT
+    end = parse_at(f"return {result}", body[-1])
     definition.body = [*start, *_Lowering().block(body), *end]
 
 
 def display_name(variable: str) -> str:
     """What messages call a variable."""
-    if variable == RESULT:
-        return "the value returned"
-    return FLAG if variable.startswith(PREFIX) else variable
+    other = "whether a jump is taken" if variable.startswith(PREFIX) else variable
+    return _DISPLAY_NAMES.get(variable, other)
 
 
 def parse_at(text: str, node: ast.AST) -> list[ast.stmt]:
@@ -147,6 +151,13 @@ class _Lowering:
         del node.orelse[:]
         flags = [flag for flag in (broken, RETURNED) if flag in used]
         node.flags = flags  # type: ignore[union-attr]
+        if flags and isinstance(node, ast.For):
+            item = f"{PREFIX}item_{loop}"
+            target = ast.Assign([node.target], ast.Name(item, ast.Load()))
+            node.body = [ast.copy_location(target, node.target), *node.body]
+            node.target = ast.copy_location(ast.Name(item, ast.Store()), node.target)
+            for flag in flags:
+                node.body = [_unless(flag, node.body)]
         for flag in flags if orelse else ():
             orelse = [_unless(flag, orelse)]
         start = [_assign(broken, ast.Constant(False), node)] if broken in used else []
@@ -161,6 +172,14 @@ def _always_jumps(statements: Sequence[ast.stmt]) -> bool:
     if isinstance(last, ast.If):
         return _always_jumps(last.body) and _always_jumps(last.orelse)
     return isinstance(last, (ast.Return, ast.Break, ast.Continue))
+
+
+def _always_returns(statements: Sequence[ast.stmt]) -> bool:
+    """Whether a function does not reach its end but by a ``return`` or ``raise``."""
+    last = statements[-1] if statements else None
+    if isinstance(last, ast.If):
+        return _always_returns(last.body) and _always_returns(last.orelse)
+    return isinstance(last, ast.Return | ast.Raise)
 
 
 def _assigned(statements: Sequence[ast.stmt]) -> set[str]:

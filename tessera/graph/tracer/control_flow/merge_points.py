@@ -31,42 +31,11 @@ from tessera.jax_compat import jaxprs, traces
 SCALARS = (bool, int, float, complex)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A number in a merged value that the program computes."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A merged value, whose leaves are slots or what they are on both sides."""
-
-    leaves: Sequence[Any]
-    structure: Any
-
-
-def filled(merged: Mapping[Key, Any], results: Sequence[Any]) -> dict[Key, Any]:
-    """Merged values, with the outputs of a program in their slots."""
-
-    def fill_in(value: Any) -> Any:
-        if not isinstance(value, Merged):
-            return value
-        leaves = [
-            results[leaf.number] if isinstance(leaf, Slot) else leaf
-            for leaf in value.leaves
-        ]
-        return jax.tree.unflatten(value.structure, leaves)
-
-    return {key: fill_in(value) for key, value in merged.items()}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MergedNumber:
     """One number with its values on two branches, and its type after the merge."""
 
-    first: Any
-    second: Any
+    pair: tuple[Any, Any]
     dtype: Any
     weak: bool
 
@@ -80,6 +49,31 @@ class MergedNumber:
         return traces.varying_over(value, jaxprs.varying_axes(like))
 
 
+@dataclass(frozen=True)
+class Merged:
+    """A merged value, whose leaves are numbers or what they are on both sides."""
+
+    leaves: Sequence[Any]
+    structure: Any
+
+
+def filled(
+    merged: Mapping[Key, Any], numbers: Mapping[MergedNumber, Any]
+) -> dict[Key, Any]:
+    """Merged values, with what a program computes for their numbers."""
+
+    def fill_in(value: Any) -> Any:
+        if not isinstance(value, Merged):
+            return value
+        leaves = [
+            numbers[leaf] if isinstance(leaf, MergedNumber) else leaf
+            for leaf in value.leaves
+        ]
+        return jax.tree.unflatten(value.structure, leaves)
+
+    return {key: fill_in(value) for key, value in merged.items()}
+
+
 @dataclass
 class Merge:
     """The values of variables and entries at a merge point; mismatches are collected.
@@ -87,7 +81,7 @@ class Merge:
     Attributes:
       where: The statement, as ``the `if` at file.py:12``.
       state: The state before them.
-      numbers: The numbers that the program computes, in the order of their slots.
+      numbers: The numbers that the program computes, in the order of its outputs.
     """
 
     where: str
@@ -174,11 +168,8 @@ class Merge:
         common = _common(jax.typeof(first), jax.typeof(second))
         if common is None:
             return self._mismatch(name, first, second)
-        return self._slot(MergedNumber(first, second, *common))
-
-    def _slot(self, number: MergedNumber) -> Slot:
-        self.numbers.append(number)
-        return Slot(len(self.numbers) - 1)
+        self.numbers.append(MergedNumber((first, second), *common))
+        return self.numbers[-1]
 
     def _returned(self, tree: Tree, *, is_first: bool) -> Merged:
         """The result of one branch, where the other has not returned yet."""
@@ -187,9 +178,9 @@ class Merge:
             pair = (leaf, nothing) if is_first else (nothing, leaf)
             if is_number(leaf):
                 dtype = jax.typeof(leaf).dtype
-                leaves.append(self._slot(MergedNumber(*pair, dtype, False)))
-            else:
-                leaves.append(leaf)
+                self.numbers.append(MergedNumber(pair, dtype, False))
+                leaf = self.numbers[-1]
+            leaves.append(leaf)
         return Merged(leaves, tree.structure)
 
     def _mismatch(self, name: str, first: Any, second: Any) -> Any:

@@ -9,7 +9,7 @@ their changes of dicts and lists part of the program, and refuses those of anyth
 that was made before.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import (
@@ -69,7 +69,7 @@ def is_iterator(value: Any) -> bool:
 def content(target: Any) -> dict[Any, Any]:
     """What a variable, container or object holds, by entry."""
     if isinstance(target, dict):
-        return dict(dict.items(target))
+        return dict(_plain_kind(target).items(target))
     if isinstance(target, (list, deque)):
         return dict(enumerate(target))
     if isinstance(target, set):
@@ -82,6 +82,11 @@ def content(target: Any) -> dict[Any, Any]:
         return {VALUE: target.cell_contents}
     except ValueError:  # not assigned yet
         return {}
+
+
+def _plain_kind(target: Any) -> Any:
+    """The class whose methods a dict has if its own class changes none."""
+    return OrderedDict if isinstance(target, OrderedDict) else dict
 
 
 def attributes(target: Any) -> dict[str, Any]:
@@ -116,41 +121,33 @@ def differences(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any
 
 
 def restore(target: Any, held: Mapping[Any, Any]) -> None:
-    """Set what something holds; what it still holds is left alone."""
-    if isinstance(target, dict) and [*dict.keys(target)] != [*held]:
-        dict.clear(target)  # the order of the keys counts, too
-        dict.update(target, held)
+    """Set what something holds, in its order; what it still holds is left alone."""
+    now = content(target)
+    changes = differences(now, held)
+    if not changes and [*now] == [*held]:
         return
-    changes = differences(content(target), held)
-    if not changes:
-        return
-    if isinstance(target, np.ndarray):
-        if not target.dtype.hasobject:
-            target.flat[:] = np.frombuffer(held[VALUE], target.dtype)
-    elif isinstance(target, bytearray):
-        target[:] = held[VALUE]
-    elif isinstance(target, (list, deque)):
-        target.clear()
-        target.extend(held[index] for index in sorted(held))
-    elif isinstance(target, set):
-        target.clear()
-        target.update(held)
-    else:
-        for entry, value in changes.items():
-            _set_entry(target, entry, value)
-
-
-def _set_entry(target: Any, entry: Any, value: Any) -> None:
-    """Assign one entry of a dict, a variable or an attribute, or delete it."""
-    if isinstance(target, dict):
-        assign, delete = dict.__setitem__, dict.__delitem__
-    else:
-        assign, delete = object.__setattr__, object.__delattr__
-    name = "cell_contents" if isinstance(target, CellType) else entry
-    if value is ABSENT:
-        delete(target, name)
-    else:
-        assign(target, name, value)
+    match target:
+        case dict():
+            _plain_kind(target).clear(target)
+            _plain_kind(target).update(target, held)
+        case list() | deque():
+            target.clear()
+            target.extend(held[index] for index in sorted(held))
+        case set():
+            target.clear()
+            target.update(held)
+        case np.ndarray():
+            if not target.dtype.hasobject:
+                target.flat[:] = np.frombuffer(held[VALUE], target.dtype)
+        case bytearray():
+            target[:] = held[VALUE]
+        case _:
+            for name, value in changes.items():
+                name = "cell_contents" if isinstance(target, CellType) else name
+                if value is ABSENT:
+                    object.__delattr__(target, name)
+                else:
+                    object.__setattr__(target, name, value)
 
 
 def mutable_objects(values: Iterable[Any]) -> dict[int, Any]:
@@ -185,7 +182,7 @@ def _parts(value: Any) -> Iterable[Any]:
 def made(value: Any) -> Any:
     """Record that the value of an expression is new, and return it."""
     conversion = current()
-    kinds = (*CONTAINERS, *_BUFFERS, FunctionType, type)
+    kinds = (*CONTAINERS, *_BUFFERS)
     if conversion is not None and (isinstance(value, kinds) or is_iterator(value)):
         conversion.adopt([value])
     return value
@@ -349,7 +346,8 @@ def only_own_changed(function: Any, given: list[Any]) -> Iterator[dict[int, Any]
     finally:
         conversion.visible = before
         for value, held in foreign:
-            if differences(held, content(value)):
+            now = content(value)
+            if differences(held, now) or [*held] != [*now]:
                 restore(value, held)
                 name = getattr(function, "__qualname__", repr(function))
                 raise change_error(value, f"what {name}() is given is changed")

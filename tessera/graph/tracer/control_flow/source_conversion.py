@@ -13,16 +13,14 @@ import inspect
 import threading
 import weakref
 from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tessera.graph.tracer.control_flow.function_source import (
+    AssignsOutside,
     Unconvertible,
     definition_of,
 )
-from tessera.graph.tracer.control_flow.insert_operators import (
-    InsertOperators,
-    declared,
-)
+from tessera.graph.tracer.control_flow.insert_operators import InsertOperators
 from tessera.graph.tracer.control_flow.lower_jumps import (
     PREFIX,
     lower_jumps,
@@ -32,21 +30,9 @@ from tessera.graph.tracer.control_flow.lower_jumps import (
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in ("annotations",))
 _lock = threading.RLock()
 # By file as well: equal source on equal lines of two files makes equal code objects.
-_codes: dict[str, "weakref.WeakKeyDictionary[CodeType, _Converted]"] = (
+_codes: dict[str, "weakref.WeakKeyDictionary[CodeType, CodeType]"] = (
     collections.defaultdict(weakref.WeakKeyDictionary)
 )
-
-
-class _Converted(NamedTuple):
-    """The code of a converted function.
-
-    Attributes:
-      code: It closes over the operators, too.
-      assigns: Variables that are not its own and that it, or code in it, assigns.
-    """
-
-    code: CodeType
-    assigns: list[str]
 
 
 def convert(function: FunctionType, operators: Any) -> FunctionType:
@@ -56,6 +42,7 @@ def convert(function: FunctionType, operators: Any) -> FunctionType:
 
     Raises:
       Unconvertible: Its source is missing, or cannot be converted.
+      AssignsOutside: It, or code in it, assigns a variable that is not its own.
     """
     code = function.__code__
     with _lock:
@@ -66,15 +53,14 @@ def convert(function: FunctionType, operators: Any) -> FunctionType:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     cells[PREFIX] = CellType(operators)
     made = FunctionType(
-        _named(converted.code, code.co_name, code.co_qualname),
+        _named(converted, code.co_name, code.co_qualname),
         function.__globals__,
         function.__name__,
         function.__defaults__,
-        tuple(cells[name] for name in converted.code.co_freevars),
+        tuple(cells[name] for name in converted.co_freevars),
     )
     made.__kwdefaults__ = function.__kwdefaults__
     made.__qualname__ = function.__qualname__
-    made.assigns = converted.assigns  # type: ignore[attr-defined]
     return made
 
 
@@ -93,15 +79,20 @@ def _named(code: CodeType, name: str, path: str) -> CodeType:
     return code.replace(co_name=name, co_qualname=path, co_consts=constants)
 
 
-def _converted_code(function: FunctionType) -> _Converted:
+def _converted_code(function: FunctionType) -> CodeType:
+    """The code of a converted function, which closes over the operators, too."""
     code = function.__code__
-    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-        kind = "a generator" if inspect.isgeneratorfunction(function) else "async"
-        raise Unconvertible(f"it is {kind}")
+    if inspect.iscoroutinefunction(function):
+        raise Unconvertible("it is async")
     found, owner = definition_of(function)
+    for node in ast.walk(found):
+        names = node.names if isinstance(node, ast.Global | ast.Nonlocal) else ()
+        for name in names:
+            if isinstance(node, ast.Global) or name in code.co_freevars:
+                raise AssignsOutside(name)
+    if inspect.isgeneratorfunction(function):
+        raise Unconvertible("it is a generator")
     definition = _plain(found)
-    assigns = declared(ast.walk(definition), ast.Nonlocal) & {*code.co_freevars}
-    assigns |= declared(ast.walk(definition), ast.Global)
     lower_jumps(definition)
     InsertOperators(definition).insert()
     # What it closes over are local variables around it. The compiler gives private
@@ -119,7 +110,7 @@ def _converted_code(function: FunctionType) -> _Converted:
     while compiled.co_name != definition.name:
         codes = [each for each in compiled.co_consts if isinstance(each, CodeType)]
         (compiled,) = codes
-    return _Converted(compiled, sorted(assigns))
+    return compiled
 
 
 def _plain(definition: ast.FunctionDef | ast.Lambda) -> ast.FunctionDef:

@@ -37,17 +37,13 @@ class Block:
       program: Its outputs are the arrays that the block leaves, each once.
       changes: The variables and entries that it changed.
       end: What the state holds when it ends.
-      order: Which output an array is, by its id.
+      outputs: The arrays, by id, in the order of the program's outputs.
     """
 
     program: jaxprs.Program
     changes: Sequence[Key]
     end: Contents
-    order: Mapping[int, int]
-
-    def value(self, leaf: Any, outputs: Sequence[Any]) -> Any:
-        """A leaf of ``end``, from the outputs of the program."""
-        return outputs[self.order[id(leaf)]] if id(leaf) in self.order else leaf
+    outputs: Mapping[int, Any]
 
 
 def traced_block(
@@ -86,8 +82,7 @@ def traced_block(
             program = jax.make_jaxpr(flat)()
     finally:
         state.write(before)
-    order = {name: location for location, name in enumerate(arrays)}
-    return Block(program, state.changes(before, ends[0]), ends[0], order)
+    return Block(program, state.changes(before, ends[0]), ends[0], arrays)
 
 
 def _is_array(leaf: Any) -> bool:

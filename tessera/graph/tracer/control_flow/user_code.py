@@ -32,10 +32,7 @@ def is_user_function(function: FunctionType) -> bool:
 def is_user_code(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Whether code is the user's, by its file and its module's global variables."""
     package = (variables.get("__name__") or "").partition(".")[0]
-    if jaxprs.is_library_code(code.co_filename) or package == "tessera":
-        return False
-    is_library = code.co_filename.startswith(_LIBRARIES)
-    return _is_converted_package(package) or not is_library
+    return _is_of_user(package, code.co_filename)
 
 
 def is_user_module(name: object) -> bool:
@@ -46,17 +43,21 @@ def is_user_module(name: object) -> bool:
     if not isinstance(name, str):
         return False
     package = name.partition(".")[0]
-    if package in sys.stdlib_module_names or package == "tessera":
+    if package in sys.stdlib_module_names:
         return name == "__main__"
-    if _is_converted_package(package):
-        return True
     path = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not (jaxprs.is_library_code(path) or path.startswith(_LIBRARIES))
+    return _is_of_user(package, path)
 
 
-def _is_converted_package(package: str) -> bool:
+def _is_of_user(package: str, path: str) -> bool:
+    """Whether a file is installed nowhere, or in the traced function's package."""
+    if jaxprs.is_library_code(path) or package == "tessera":
+        return False
     conversion = current()
-    return conversion is not None and bool(package) and package == conversion.package
+    is_traced = (
+        conversion is not None and bool(package) and package == conversion.package
+    )
+    return is_traced or not path.startswith(_LIBRARIES)
 
 
 def target_of(function: Any) -> tuple[FunctionType | None, tuple[Any, ...]]:

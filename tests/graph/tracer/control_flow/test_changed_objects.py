@@ -72,14 +72,24 @@ def moves_a_key_on_both_ways(table, x, flag):
         table["b"] = x
 
 
-ORDERS = (adds_in_two_orders, moves_a_key_to_the_end, moves_a_key_on_both_ways)
+def moves_a_key_by_its_method(table, x, flag):
+    if flag:
+        table.move_to_end("b")
+
+
+ORDERS = (
+    *(adds_in_two_orders, moves_a_key_to_the_end, moves_a_key_on_both_ways),
+    moves_a_key_by_its_method,
+)
 
 
 @pytest.mark.parametrize("change", ORDERS)
 def test_keys_that_branches_leave_in_two_orders_are_refused(change):
     @ts.function
     def function(x, flag):
-        table = {"b": x, "a": x, "c": x}
+        table = collections.OrderedDict(b=x, a=x, c=x)
+        if change is not moves_a_key_by_its_method:
+            table = dict(table)
         change(table, x, flag)
         return {str(i): x * (key < "c") for i, key in enumerate(table)}
 

@@ -208,6 +208,21 @@ def test_a_handler_does_not_hide_that_branches_disagree():
         function(X, YES)
 
 
+def test_a_handler_does_not_hide_that_an_iterator_is_left():
+    @ts.function
+    def function(x, flag):
+        try:
+            for _ in iter([1.0, 2.0]):
+                if flag:
+                    break
+        except Exception:
+            x = x * 0.0
+        return x
+
+    with pytest.raises(ControlFlowError, match="an iterator is left by a `break`"):
+        function(X, YES)
+
+
 def test_a_jump_out_of_a_finally_block_is_not_converted():
     @ts.function
     def function(x, flag):

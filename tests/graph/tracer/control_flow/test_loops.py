@@ -109,6 +109,32 @@ def test_a_loop_over_rows_may_break_and_return():
         assert float(value) == next((v for v in range(4) if v > limit + 1), -1)
 
 
+def test_the_variable_of_a_loop_that_is_left_keeps_its_item():
+    @ts.function
+    def function(x, limit):
+        value, row = -1.0, {"n": -1.0}
+        for value, row["n"] in [(v, i) for i, v in enumerate(x)]:
+            if value > limit:
+                break
+        return value, row["n"]
+
+    for limit, expected in ((0.5, (1, 1)), (2.5, (3, 3)), (9.0, (3, 3))):
+        assert tuple(map(int, function(X, jnp.float32(limit)))) == expected
+
+
+def test_a_break_that_python_knows_leaves_the_rest_of_an_iterator():
+    @ts.function
+    def function(x, flag):
+        values = iter([1.0, 2.0, 3.0])
+        for value in values:
+            if value == 2.0:
+                break
+        rest = next(values)
+        return x[0] + rest if flag else x[0]
+
+    assert float(function(X, jnp.array(True))) == 3
+
+
 def test_what_a_loop_over_rows_assigns_is_there_afterwards():
     @ts.function
     def function(x, flag):
