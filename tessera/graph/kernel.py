@@ -14,33 +14,31 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import BoundArguments, Parameter
 from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from tessera.annotations import bind_call
 from tessera.errors import (
-    ArgumentError,
     KernelError,
     MeshConflictError,
     NoMeshError,
     did_you_mean,
 )
 from tessera.foundations.tree import Skeleton
-from tessera.graph.differentiation import differentiated
-from tessera.graph.gradient_primitive import differentiating
+from tessera.graph.function import Function
+from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat import jaxprs
-from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 from tessera.ops.operand_layouts import (
     as_array,
     is_traced,
     is_unplaced,
     layout_of,
-    placed,
     region_mesh,
 )
 from tessera.shard import ARRAYS, DistTensor, ShardSpec, capturing, is_tensor
@@ -70,7 +68,8 @@ def kernel(
     (numbers, strings, functions) are constants of the program.
 
     The mesh is that of the arguments, or else of the innermost ``with mesh:``. A kernel
-    that is called in another kernel runs on the blocks there.
+    that is called in another kernel runs on the blocks there, one in a step becomes
+    part of the step's program, and elsewhere it is compiled as a ``ts.function`` is.
 
     Args:
       function: The body.
@@ -85,7 +84,7 @@ def kernel(
       NoMeshError: [T106] no argument is on a mesh, and none is open.
       KernelError: [T208] an argument whose layout is not known, or a result that is
         not an array.
-      ArgumentError: [T301] a constant that is not hashable.
+      ArgumentError: [T301] (outside of a step) a constant that is not hashable.
       CollectiveError: [T206] the body reduces gradients that are sums already.
       RandomNumbersError: [T211] devices draw the same numbers for blocks that differ.
 
@@ -117,7 +116,7 @@ class Kernel:
         self._function = function
         self._signature = inspect.signature(function)
         self._layouts = dict(layouts or {})
-        self._compiled: dict[object, Callable[..., Any]] = {}
+        self._alone = self._compiled()
         for name in self._layouts:
             if name not in self._signature.parameters:
                 raise KernelError(
@@ -130,37 +129,59 @@ class Kernel:
         """Run the body on every device; arguments and results are global arrays."""
         if manual_axes():
             return scope.resolve_callee(self._function)(*args, **kwargs)
-        name = getattr(self._function, "__name__", "kernel")
-        bound = bind_call(self._signature, args, kwargs, name=name)
+        bound = bind_call(self._signature, args, kwargs, name=self._name)
         bound.apply_defaults()
         self._refuse_objects(bound.arguments)
-        paths, tree = jax.tree.flatten_with_path(bound.arguments, is_leaf=is_tensor)
-        leaves = [_Leaf(path, value) for path, value in paths]
-        arrays = [leaf for leaf in leaves if leaf.is_array]
+        named, _ = jax.tree.flatten_with_path(bound.arguments, is_leaf=is_tensor)
+        arrays = [_Leaf(path, x) for path, x in named if isinstance(x, ARRAYS)]
         self._check_visible(arrays)
         mesh = _one_mesh(arrays)
         specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
-        values = [as_array(leaf.value) for leaf in arrays]
-        # The compiled body outlives the call: it must not keep its arrays alive.
-        template = Skeleton(
-            tree, {i: leaf.value for i, leaf in enumerate(leaves) if not leaf.is_array}
-        )
+        if scope.current() is None and not is_traced(*(leaf.value for leaf in arrays)):
+            with mesh:
+                return self._alone(specs, *bound.args, **bound.kwargs)
+        return self._on_blocks(mesh, specs, bound)
+
+    def _on_blocks(
+        self, mesh: Mesh, specs: Sequence[PartitionSpec], bound: BoundArguments
+    ) -> Any:
+        """The results on all devices, with their layouts recorded."""
+        leaves, tree = jax.tree.flatten(bound.arguments, is_leaf=is_tensor)
+        constants = {i: x for i, x in enumerate(leaves) if not isinstance(x, ARRAYS)}
+        template = Skeleton(tree, constants)
+        values = [as_array(leaf) for leaf in leaves if isinstance(leaf, ARRAYS)]
 
         def body(*blocks: jax.Array) -> Any:
-            call = inspect.BoundArguments(self._signature, template.combine(blocks))
+            call = BoundArguments(self._signature, template.combine(blocks))
             with capturing(_refuse_closure):
                 function = scope.resolve_callee(self._function)
                 result = function(*call.args, **call.kwargs)
             self._refuse_objects({"result": result})
             return result
 
-        if is_traced(*values):
-            return _run_traced(body, mesh, specs, values)
-        constants = tuple(leaf.constant for leaf in leaves if not leaf.is_array)
-        key = (tree, constants, mesh, specs, *map(jax.typeof, values))
-        if key not in self._compiled:
-            self._compiled[key] = _compiled(body, mesh, specs, values)
-        return self._compiled[key](*values)
+        return _mapped(body, mesh, tuple(specs), values)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", "kernel")
+
+    def _compiled(self) -> Function:
+        """The kernel as a function, for calls that are no part of a step.
+
+        The layouts are an argument, for under ``jax.grad`` only the call knows them.
+        There are no annotations: those of the body are for blocks.
+        """
+
+        def part_of_step(specs: Any, *args: Any, **kwargs: Any) -> Any:
+            mesh, bound = opened_or_none(), self._signature.bind(*args, **kwargs)
+            assert mesh is not None, "the call opens its mesh"
+            return self._on_blocks(mesh, specs, bound)
+
+        first = Parameter("_layouts_of_arguments", Parameter.POSITIONAL_ONLY)
+        parameters = [first, *self._signature.parameters.values()]
+        part: Any = part_of_step
+        part.__name__, part.__signature__ = self._name, inspect.Signature(parameters)
+        return Function(part, Options(name=self._name))
 
     def _spec_of(self, leaf: "_Leaf", mesh: Mesh) -> PartitionSpec:
         what = f"argument {leaf.name!r}"
@@ -204,7 +225,7 @@ _COMPUTED = (
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf of a call's arguments, and its path."""
+    """One array among a call's arguments, and its path."""
 
     path: tuple[Any, ...]
     value: Any
@@ -218,24 +239,6 @@ class _Leaf:
     def name(self) -> str:
         """The leaf as it is written in Python: ``params['w']``."""
         return self.parameter + jax.tree_util.keystr(self.path[1:])
-
-    @property
-    def is_array(self) -> bool:
-        """Whether devices get blocks of it; other leaves are constants."""
-        return isinstance(self.value, ARRAYS)
-
-    @property
-    def constant(self) -> tuple[object, ...]:
-        """The value as part of a cache key; 1, 1.0 and True are different constants."""
-        try:
-            hash(self.value)
-        except TypeError:
-            raise ArgumentError(
-                f"argument {self.name!r} is neither an array nor a hashable constant",
-                got=f"{type(self.value).__name__}, which has no hash",
-                fix="pass an array, or a hashable constant",
-            ) from None
-        return (type(self.value), self.value)
 
 
 def _one_mesh(arrays: list[_Leaf]) -> Mesh:
@@ -262,40 +265,29 @@ def _one_mesh(arrays: list[_Leaf]) -> Mesh:
     return mesh
 
 
-def _run_traced(
+def _mapped(
     body: Callable[..., Any],
     mesh: Mesh,
     specs: tuple[PartitionSpec, ...],
     values: Sequence[Any],
 ) -> Any:
-    """The results inside a trace, with their layouts recorded."""
+    """The results on all devices, with their layouts recorded."""
     region = region_mesh(mesh, explicit=True)
     tree, results = _results_of(body, mesh, region, specs, values)
-    leaves = _mapped(body, region, specs, results)(*values)
+
+    def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        leaves = [_as_array(leaf) for leaf in jax.tree.leaves(body(*blocks))]
+        # A scalar that varies has no dim to split: it becomes a vector of one entry.
+        return tuple(
+            leaf.reshape(1) if leaf.ndim == 0 and spec else leaf
+            for leaf, spec in zip(leaves, results, strict=True)
+        )
+
+    mapped = jax.shard_map(on_blocks, mesh=region, in_specs=specs, out_specs=results)
+    leaves = mapped(*values)
     for leaf, spec in zip(leaves, results, strict=True):
         scope.record_layout(leaf, mesh, spec)
     return jax.tree.unflatten(tree, leaves)
-
-
-def _compiled(
-    body: Callable[..., Any],
-    mesh: Mesh,
-    specs: tuple[PartitionSpec, ...],
-    values: Sequence[Any],
-) -> Callable[..., Any]:
-    """A function of global arrays, compiled at its first call."""
-    with differentiating():  # there may be gradients in the body
-        tree, results = _results_of(body, mesh, mesh.jax, specs, values)
-        mapped = _mapped(body, mesh.jax, specs, results)
-        program = jax.make_jaxpr(mapped)(*map(jaxprs.struct, map(jax.typeof, values)))
-    shardings = tuple(NamedSharding(mesh.jax, spec) for spec in specs)
-    compiled = CorrectJit(functools.partial(jaxprs.evaluate, differentiated(program)))
-
-    def run(*arrays: Any) -> Any:
-        blocks = [placed(a, s) for a, s in zip(arrays, shardings, strict=True)]
-        return jax.tree.unflatten(tree, compiled(*blocks))
-
-    return run
 
 
 def _results_of(
@@ -322,23 +314,6 @@ def _results_of(
         jax.shard_map(record, mesh=region, in_specs=specs, out_specs=()), *values
     )
     return recorded[-1]
-
-
-def _mapped(
-    body: Callable[..., Any],
-    region: JaxMesh | AbstractMesh,
-    specs: tuple[PartitionSpec, ...],
-    results: tuple[PartitionSpec, ...],
-) -> Callable[..., tuple[Any, ...]]:
-    def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        leaves = [_as_array(leaf) for leaf in jax.tree.leaves(body(*blocks))]
-        # A scalar that varies has no dim to split: it becomes a vector of one entry.
-        return tuple(
-            leaf.reshape(1) if leaf.ndim == 0 and spec else leaf
-            for leaf, spec in zip(leaves, results, strict=True)
-        )
-
-    return jax.shard_map(on_blocks, mesh=region, in_specs=specs, out_specs=results)
 
 
 def _over(mesh: Mesh, axes: frozenset[str]) -> PartitionSpec:

@@ -388,7 +388,7 @@ def test_a_result_that_is_no_array(dp_mesh):
 def test_a_constant_without_a_hash_is_named(dp_mesh):
     body = kernel(lambda x, names: x)
     message = message_of(ArgumentError, body, on(dp_mesh, numbers(8)), {1: {3}})
-    assert message.startswith("[T301] argument 'names[1]' is neither an array nor")
+    assert message.startswith("[T301] argument 'names/1' can be neither traced nor")
 
 
 def test_an_abstract_mesh_is_traced_and_not_run():
@@ -407,6 +407,24 @@ def test_a_kernel_that_runs_at_once_may_take_gradients(dp_mesh):
     w, x = jnp.float32(3.0), numbers(16)
     expected = jax.grad(lambda w: jnp.mean((x * w) ** 2))(w)
     np.testing.assert_allclose(mean_gradient(w, on(dp_mesh, x, "dp")), expected)
+
+
+def test_a_kernel_that_runs_at_once_may_branch_on_its_blocks(dp_mesh):
+    @kernel
+    def halve_the_large(x):
+        if x.sum() > 3:
+            return x / 2
+        return x
+
+    x = on(dp_mesh, numbers(8), "dp")
+    np.testing.assert_array_equal(halve_the_large(x), [0, 1, 2, 3, 2, 2.5, 3, 3.5])
+
+
+def test_a_kernel_takes_no_array_that_is_committed_to_another_device(dp_mesh):
+    add = kernel(lambda x, y: x + y)
+    y = jax.device_put(1.0, jax.devices()[0])
+    message = message_of(MeshConflictError, add, on(dp_mesh, numbers(8), "dp"), y)
+    assert message.startswith("[T308] the inputs of one step live on different meshes")
 
 
 def test_a_loss_that_depends_on_no_weight_is_refused_there_too(dp_mesh):
