@@ -27,7 +27,6 @@ from tessera.graph.eager import run_eagerly
 from tessera.graph.flax_errors import changes_explained
 from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.graph.lower.lower_to_jit import jitted
-from tessera.graph.object_copies import OwnObjects
 from tessera.graph.pass_runner import check_names
 from tessera.graph.tracer.arguments import (
     Call,
@@ -282,9 +281,6 @@ class Function:
 
     def _inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the function that Tessera is tracing, layouts and all."""
-        return self._with_own_objects(self._inlined_call, args, kwargs)
-
-    def _inlined_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         plan, own = scope.current_plan(), dict(self.options.compiler_options)
         if not own.items() <= dict(plan.compiler_options or ()).items():
             raise SettingConflictError(
@@ -308,12 +304,8 @@ class Function:
 
     def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of what JAX, not Tessera, is tracing or transforming."""
-
-        def on_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            with self._objects_split(args, kwargs) as call:
-                return call.finish(self._part_of_jax(call.args, call.kwargs))
-
-        return self._with_own_objects(on_arrays, args, kwargs)
+        with self._objects_split(args, kwargs) as call:
+            return call.finish(self._part_of_jax(call.args, call.kwargs))
 
     def _part_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         traced, program = self._jitted(call := self._flatten(args, kwargs))
@@ -363,28 +355,8 @@ class Function:
         self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """The result of ``run`` on arrays in place of NNX objects, with its objects."""
-
-        def on_arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            with objects_split(args, kwargs) as call:
-                return call.finish(run(call.args, call.kwargs))
-
-        return self._with_own_objects(on_arrays, args, kwargs)
-
-    def _with_own_objects(
-        self, run: _Run, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """The result of ``run`` on objects that it may change, in ``jax.grad`` too."""
-        own = OwnObjects.of(args, kwargs)
-        result = run(own.args, own.kwargs)
-        if kind := own.changed:
-            warnings.warn(
-                f"{self.options.name!r} changed a {kind} inside of jax.grad or another "
-                "transformation, which cannot be given back: the change stays in the "
-                "call, as in one of jax.jit. Return what is new to keep it",
-                TesseraWarning,
-                stacklevel=_num_frames_here(),
-            )
-        return result
+        with objects_split(args, kwargs) as call:
+            return call.finish(run(call.args, call.kwargs))
 
     def _on_call(
         self,

@@ -40,12 +40,6 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
-def is_transforming() -> bool:
-    """Whether JAX differentiates or maps the function that runs, as it runs."""
-    transforms = (ad.JVPTrace, ad.LinearizeTrace, batching.BatchTrace)
-    return isinstance(core.trace_ctx.trace, transforms)
-
-
 def ambient_mesh() -> jax.sharding.Mesh | None:
     """The mesh of ``jax.set_mesh`` or of ``with mesh:`` with a mesh of JAX."""
     mesh = mesh_lib.get_concrete_mesh()
