@@ -222,27 +222,42 @@ def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [*args, *(kwargs[name] for name in sorted(kwargs))]
 
 
-def check_same_types(expected: Call, call: Call) -> None:
-    """Raise [T301] where a program for one call cannot run for another one."""
+def differences(
+    before: Call, after: Call, form_of: Callable[[Leaf], Any] = Leaf.key
+) -> dict[str, tuple[Any, Any]]:
+    """What differs between two calls, by name: its form before and after.
 
-    def form(call: Call) -> dict[str, Any]:
+    An argument has its tree for a form and each static leaf its value. What is passed
+    by position has no name.
+
+    Args:
+      before: A call.
+      after: Another one.
+      form_of: Gives what counts of an array; by default all that a program depends on.
+    """
+
+    def forms(call: Call) -> dict[str, Any]:
         found: dict[str, Any] = {"": (call.positional, call.keywords)}
         for argument in call.arguments:
             found[argument.name] = argument.tree
-            found |= {leaf.name: _type_text(leaf) for leaf in argument.leaves}
+            found |= {leaf.name: form_of(leaf) for leaf in argument.leaves}
             for index, static in argument.statics:
                 found[argument.leaf_names[index]] = static
         return found
 
-    before, now = form(expected), form(call)
-    for name in before | now:
-        if before.get(name) != now.get(name):
-            raise ArgumentError(
-                "a compiled program is called with other arguments",
-                got=f"{name or 'arguments'}: {_text(now.get(name))}, compiled for "
-                f"{_text(before.get(name))}",
-                fix="call the function itself, which compiles for what it is given",
-            )
+    was, now = forms(before), forms(after)
+    pairs = {name: (was.get(name), now.get(name)) for name in was | now}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def check_same_types(expected: Call, call: Call) -> None:
+    """Raise [T301] where a program for one call cannot run for another one."""
+    for name, (before, now) in differences(expected, call, _type_text).items():
+        raise ArgumentError(
+            "a compiled program is called with other arguments",
+            got=f"{name or 'arguments'}: {_text(now)}, compiled for {_text(before)}",
+            fix="call the function itself, which compiles for what it is given",
+        )
 
 
 def _type_text(leaf: Leaf) -> str:
@@ -332,13 +347,6 @@ def changed_statics(before: Call, after: Call) -> list[str]:
       >>> changed_statics(first, second)
       ['rate']
     """
-    names: list[str] = []
-    if (before.positional, before.keywords) != (after.positional, after.keywords):
-        return []
-    for old, new in zip(before.arguments, after.arguments, strict=True):
-        if old.tree != new.tree or old.key()[2] != new.key()[2]:
-            return []
-        for (index, was), (_, now) in zip(old.statics, new.statics, strict=True):
-            if was != now:
-                names.append(old.leaf_names[index])
-    return names
+    found = differences(before, after)
+    forms = [form for pair in found.values() for form in pair]
+    return list(found) if all(isinstance(form, StaticValue) for form in forms) else []
