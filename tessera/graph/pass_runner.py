@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the passes over a graph, in the order of one tuple, and verifies changes."""
 
-import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from tessera.graph.passes.orient_matmuls import orient_matmuls
 from tessera.graph.passes.schedule_pipelines import schedule_pipelines
 from tessera.graph.passes.widen_sums import widen_sums
 from tessera.graph.program_diff import diff_programs
-from tessera.jax_compat import jaxprs
-
-_logger = logging.getLogger("tessera.passes")
 
 Pass: TypeAlias = Callable[[Graph], Graph]
 
@@ -90,8 +86,6 @@ def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord,
             error.add_note(f"the graph was well formed before the pass {name!r}")
             raise
         records.append(record)
-        if _logger.isEnabledFor(logging.DEBUG):
-            _log(record, before)
     return tuple(records)
 
 
@@ -103,14 +97,3 @@ def check_names(skip: Collection[str]) -> None:
             raise UnknownPassError(
                 f"there is no pass {name!r} to skip", fix=did_you_mean(name, names)
             )
-
-
-def _log(record: PassRecord, before: Graph) -> None:
-    counts = [len(jaxprs.equations(g.program)) for g in (before, record.graph)]
-    _logger.debug(
-        "%s: %d -> %d equations, %.1f ms\n%s",
-        record.name,
-        *counts,
-        record.seconds * 1e3,
-        record.diff(before),
-    )

@@ -75,14 +75,13 @@ def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
       inner: Meshes of the functions that it calls.
     """
     used = list(inner)
-    is_known = graph.mesh or used or any(leaf.layout for leaf in captured_leaves(graph))
-    programs = rewriting.programs_from(graph.program, jaxprs.inner_programs)
+    if graph.mesh or used or any(leaf.layout for leaf in captured_leaves(graph)):
+        return used
     regions = {
         mesh
-        for program in programs
+        for program in rewriting.programs_from(graph.program, jaxprs.inner_programs)
         for equation in jaxprs.equations(program)
         for mesh in primitives.meshes(equation)
-        if not is_known
     }
     # Several grids of the same devices are the user's business; none is the step's.
     if len(regions) == 1:
