@@ -420,6 +420,17 @@ def test_a_kernel_that_runs_at_once_may_branch_on_its_blocks(dp_mesh):
     np.testing.assert_array_equal(halve_the_large(x), [0, 1, 2, 3, 2, 2.5, 3, 3.5])
 
 
+def test_a_kernel_that_runs_at_once_obeys_autocast_as_in_a_step(dp_mesh):
+    @kernel
+    def product(x):
+        with ts.autocast("bf16"):
+            return x @ x.T
+
+    x = on(dp_mesh, numbers(16, 4) + 0.001, "dp")
+    np.testing.assert_array_equal(product(x), ts.jit(product)(x))
+    assert np.any(np.asarray(product(x)) != kernel(lambda x: x @ x.T)(x))
+
+
 def test_a_kernel_takes_no_array_that_is_committed_to_another_device(dp_mesh):
     add = kernel(lambda x, y: x + y)
     y = jax.device_put(1.0, jax.devices()[0])
