@@ -24,7 +24,7 @@ from tessera.errors import SettingConflictError, TesseraWarning
 from tessera.graph.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.eager import run_eagerly
-from tessera.graph.flax_errors import changes_explained
+from tessera.graph.flax_errors import changes_explained, finish
 from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.graph.lower.lower_to_jit import jitted
 from tessera.graph.pass_runner import check_names
@@ -253,7 +253,7 @@ class Function:
             values = values_of(split.args, split.kwargs)
             with changes_explained():
                 result = run_eagerly(body, call, options, values, self._parameter)
-            return split.finish(result)
+            return finish(split, result)
 
     def _where_not_finite(
         self, error: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -305,7 +305,7 @@ class Function:
     def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of what JAX, not Tessera, is tracing or transforming."""
         with self._objects_split(args, kwargs) as call:
-            return call.finish(self._part_of_jax(call.args, call.kwargs))
+            return finish(call, self._part_of_jax(call.args, call.kwargs))
 
     def _part_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         traced, program = self._jitted(call := self._flatten(args, kwargs))
@@ -356,7 +356,7 @@ class Function:
     ) -> Any:
         """The result of ``run`` on arrays in place of NNX objects, with its objects."""
         with objects_split(args, kwargs) as call:
-            return call.finish(run(call.args, call.kwargs))
+            return finish(call, run(call.args, call.kwargs))
 
     def _on_call(
         self,

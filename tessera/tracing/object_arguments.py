@@ -19,7 +19,7 @@ import copy
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -28,14 +28,12 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import WriteBackError
-from tessera.jax_compat import traces
 from tessera.tracing import scope
 from tessera.tracing.mutable_arrays import check_results, given, is_reference
 from tessera.tracing.static_attributes import with_snapshots, without_snapshots
 
 STRUCTURE = "<structure>"
 _TAG = "tessera"
-_STATE = "_pytree__state"
 
 Arrays: TypeAlias = dict[str, Any]
 
@@ -172,6 +170,7 @@ class ObjectCall:
       kwargs: Keyword arguments.
       references: The mutable arrays among them.
       has_objects: Whether there were any objects.
+      units: Each object, its arrays, its structure, and its arrays before the call.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class ObjectCall:
         keeps_references: bool = False,
     ) -> None:
         self.args, self.kwargs = tuple(args), dict(kwargs)
-        self._units: list[tuple[Any, Arrays, Arrays]] = []
+        self.units: list[tuple[Any, Arrays, Structure, Arrays]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._changes = holds_objects if keeps_references else changes_in_place
         self.has_objects = self._changes((args, kwargs))
@@ -206,7 +205,7 @@ class ObjectCall:
                 for name, leaf in arrays.items()
                 if isinstance(leaf, (bool, int, float, complex))
             )
-            self._units.append((node, arrays, dict(arrays)))
+            self.units.append((node, arrays, arrays[STRUCTURE], dict(arrays)))
             return arrays
         if not self._changes(node):
             return node
@@ -215,20 +214,19 @@ class ObjectCall:
             self._copies[id(node)] = node, _mapped(inside, node)
         return self._copies[id(node)][1]
 
-    def finish(self, result: Any) -> Any:
+    def finish(self, result: Any, read: Collection[int] = ()) -> Any:
         """Update the caller's objects; the result with its objects.
 
-        An object of an outer trace stays as it is: Flax would empty it, and then fail.
-
-        Raises:
-          WriteBackError: [T320] an object was changed that cannot be.
+        Args:
+          result: What the call gave, with arrays in place of objects.
+          read: The ids of objects to leave as they are.
         """
         if not self.has_objects:
             return result
-        updated = [each for each in self._units if not _is_of_outer_trace(*each)]
         with _nnx("merge_context", inner=False) as context:
-            for unit, arrays, before in updated:
-                given = before[STRUCTURE]
+            for unit, arrays, given, _ in self.units:
+                if id(unit) in read:
+                    continue
                 if isinstance(unit, jax.Ref):
                     unit[...] = arrays["value"]
                 elif _merged(context, arrays, given) is not unit and is_object(unit):
@@ -237,48 +235,12 @@ class ObjectCall:
                         got="another object in its place",
                         fix="pass it to the call itself, and not by another function",
                     )
-            merged = functools.partial(_merged, context)
-            try:
-                result = _with_each(_is_split, merged, result)
-            except KeyError:
-                if updated == self._units:
-                    raise
-                raise WriteBackError(
-                    "an object from outside of what JAX traces around the call is a "
-                    "part of its result",
-                    fix="return its state: nnx.state(model)",
-                ) from None
-        pairs = (*(unit[:2] for unit in self._units), *self._copies.values())
+            result = _with_each(_is_split, functools.partial(_merged, context), result)
+        pairs = (*(unit[:2] for unit in self.units), *self._copies.values())
         originals = {id(stand_in): node for node, stand_in in pairs}
         for node, copied in self._copies.values():
             _give_entries(copied, node, originals)
         return result
-
-
-def _is_of_outer_trace(unit: Any, arrays: Arrays, before: Arrays) -> bool:
-    """Whether an object is of another trace than the current one; then read alone."""
-    if isinstance(unit, jax.Ref) or not traces.is_tracing():
-        return False
-    from flax import nnx
-
-    # Flax has no public name for the trace of a variable, or of a module's attributes.
-    parts = [
-        part if isinstance(part, nnx.Variable) else getattr(part, _STATE, None)
-        for _, part in nnx.iter_graph(unit)
-    ]
-    own = [getattr(part, "_trace_state", None) for part in parts]
-    if all(trace is None or trace.is_valid() for trace in own):
-        return False
-    for name in (arrays.keys() | before.keys()) - {STRUCTURE}:
-        if arrays.get(name) is not before.get(name):
-            raise WriteBackError(
-                f"a {before[STRUCTURE].kind} was changed, and cannot be given back",
-                got=f"{name!r} of one from outside of jax.grad, a loop, or what else "
-                "JAX traces around the call",
-                fix="make the object inside: nnx.merge(graphdef, state)\n"
-                "or use Flax's own: nnx.grad, nnx.vmap, nnx.scan",
-            )
-    return True
 
 
 @contextmanager
@@ -347,10 +309,8 @@ def with_objects(body: Callable[..., Any]) -> Callable[..., Any]:
     def on_arrays(*args: Any, **kwargs: Any) -> Any:
         restored = _MergedObjects()
         with _nnx("merge_context", inner=True) as context:
-            values = [restored.objects_of(context, arg) for arg in args]
-            named = {
-                name: restored.objects_of(context, arg) for name, arg in kwargs.items()
-            }
+            inside = functools.partial(restored.objects_of, context)
+            values, named = _mapped(inside, args), _mapped(inside, kwargs)
         result = scope.resolve_callee(body)(*values, **named)
         with _nnx("split_context") as context:
             restored.split(context)
