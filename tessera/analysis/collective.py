@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of the ledger: one collective of a compiled program, and sums of them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tessera.analysis.hlo import Shape
 from tessera.analysis.replica_groups import UNKNOWN
@@ -43,8 +42,6 @@ class Collective:
       is_async: Whether the program may compute while it is under way.
       keeps_slice: Whether each device keeps only its part of an all-reduce's sum, as of
         a reduce-scatter, which XLA on CPU does not have.
-      sent: Bytes that one device sends in one call, by the name of the links of the
-        mesh's target; empty for a mesh of devices that are there.
       dims: The dims of the arrays that it gathers, scatters or exchanges.
     """
 
@@ -61,7 +58,6 @@ class Collective:
     copies_whole: bool = False
     is_async: bool = False
     keeps_slice: bool = False
-    sent: Mapping[str, int] = field(default_factory=dict, hash=False)
     dims: tuple[int, ...] = ()
 
     @property

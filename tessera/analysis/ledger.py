@@ -35,14 +35,13 @@ from tessera.analysis.collective_operands import (
 from tessera.analysis.collective_reasons import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node, cause
-from tessera.analysis.link_places import Place, Places
+from tessera.analysis.link_places import Places
 from tessera.analysis.loop_counts import LoopCounts
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
-from tessera.targets.link_times import level_bytes
 from tessera.targets.target import Target
 
 __all__ = ["KINDS", "HasText", "Ledger", "collectives"]
@@ -104,17 +103,10 @@ class Ledger:
         title = text.title(self.target)
         if not self.rows:
             return f"no collectives, {title}" if title else "no collectives"
-        parts = [aligned(text.SUMS, self._sums(), right=text.SUMS[2:])]
-        if links := self._links():
-            parts.append(aligned(text.LINKS, links, right=text.LINKS[1:3]))
+        sums = text.sums(self.by_axis(), self.totals())
+        table = aligned(text.SUMS, sums, right=text.SUMS[2:])
         notes = [*([title] if title else ()), *text.notes(self.rows)]
-        return "\n".join(["\n\n".join(parts), *notes])
-
-    def _sums(self) -> text.Cells:
-        return text.sums(self.by_axis(), self.totals())
-
-    def _links(self) -> text.Cells:
-        return text.links(self.rows, self.target.machine) if self.target else []
+        return "\n".join([table, *notes])
 
 
 def collectives(
@@ -208,7 +200,7 @@ class _Reader:
     """
 
     def __init__(self, flow: Dataflow, mesh: Mesh) -> None:
-        self._module, self._target = flow.module, mesh.target
+        self._module = flow.module
         self._counts = LoopCounts(flow)
         self._fusions = AsynchronousFusions(flow.nodes)
         self._places = Places(mesh)
@@ -224,7 +216,6 @@ class _Reader:
             return None
         origin = cause(self._module, node)
         dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
-        arrays = arrays_of(node.computation, instruction)
         outer = node.path[-2][1].opcode if len(node.path) > 1 else ""
         if outer == "fusion" and keeps_slice(node.computation, instruction):
             kind = "reduce-scatter"
@@ -232,7 +223,7 @@ class _Reader:
             kind=kind,
             axes=place.axes,
             group_size=place.size,
-            arrays=arrays,
+            arrays=arrays_of(node.computation, instruction),
             calls=self._counts.calls(node),
             conditional=node.is_conditional,
             op_name=origin.op_name,
@@ -242,19 +233,7 @@ class _Reader:
             is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),
-            sent=self._sent(kind, sum(each.nbytes for each in arrays), place),
         )
-
-    def _sent(self, kind: str, nbytes: int, place: Place) -> dict[str, int]:
-        """Bytes that a device sends over each level of links, at most."""
-        sent: dict[str, int] = {}
-        if self._target is None or kind not in KINDS:
-            return sent
-        for span in place.spans:
-            carried = level_bytes(self._target.machine, kind, nbytes, span)
-            for link, each in carried.items():
-                sent[link.name] = max(sent.get(link.name, 0), round(each))
-        return sent
 
 
 def _is_asynchronous(instruction: hlo.Instruction) -> bool:

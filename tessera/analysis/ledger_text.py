@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a ledger: rows, sums, what each level of links carries, and notes."""
+"""Shows a ledger: rows, sums and notes."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from tessera.analysis import replica_groups
 from tessera.analysis.collective import Collective, Total
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.source_lines import short
-from tessera.analysis.tables import format_seconds
-from tessera.targets.machine import Machine
 from tessera.targets.target import Target
 
 Cells: TypeAlias = list[list[str]]
@@ -22,7 +20,6 @@ ROWS: Final = (
 )
 # fmt: on
 SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
-LINKS: Final = ("links", "sent per device", "time at their rate", "most by")
 
 
 def title(target: Target | None) -> str:
@@ -38,7 +35,7 @@ def rows(collectives: Sequence[Collective], shape: Mapping[str, int]) -> Cells:
     """A line for each collective; one for those that are alike in all that it shows."""
     alike: dict[Collective, int] = {}
     for row in collectives:
-        key = dataclasses.replace(row, instruction="", sent={})
+        key = dataclasses.replace(row, instruction="")
         alike[key] = alike.get(key, 0) + 1
     return [_cells(row, count, shape) for row, count in alike.items()]
 
@@ -55,20 +52,6 @@ def sums(
         for kind, total in kinds.items():
             counts = [str(total.operations), str(total.calls)]
             lines.append(["×".join(axes), kind, *counts, format_bytes(total.nbytes)])
-    return lines
-
-
-def links(collectives: Iterable[Collective], machine: Machine) -> Cells:
-    """What a device sends over each level of links; nothing if there is one level."""
-    if len(machine.links) == 1:
-        return []
-    lines = []
-    for link in machine.links:
-        sent = _sent(collectives, link.name)
-        total = sum(sent.values())
-        most = max(sent, key=sent.__getitem__, default=())
-        seconds = format_seconds(total / link.rate)
-        lines.append([link.name, format_bytes(total), seconds, "×".join(most)])
     return lines
 
 
@@ -97,15 +80,6 @@ def notes(collectives: Sequence[Collective]) -> list[str]:
         ),
     }
     return [note for note, applies in found.items() if applies]
-
-
-def _sent(collectives: Iterable[Collective], link: str) -> dict[Axes, int]:
-    """Bytes of one device in one execution, by the axes of the collectives."""
-    sent: dict[Axes, int] = {}
-    for row in collectives:
-        nbytes = row.sent.get(link, 0) * row.counted_calls
-        sent[row.axes] = sent.get(row.axes, 0) + nbytes
-    return sent
 
 
 def _cells(row: Collective, count: int, shape: Mapping[str, int]) -> list[str]:

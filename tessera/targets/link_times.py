@@ -123,16 +123,14 @@ def level_bytes(
     """Bytes that one device sends over each level of links, in one call.
 
     Args:
-      machine: Whose links.
+      machine: Whose links; not those of a torus.
       kind: XLA's name, such as ``all-reduce``.
       nbytes: As for ``collective_seconds``.
-      where: How the group lies on the links.
+      where: How the group lies on the links; of two devices at least.
     """
     fast, slow = machine.links[0], machine.links[-1]
     n, g, h = where.size, where.inside, where.domains
-    if n == 1:
-        return {}
-    if machine.is_torus or len(machine.links) == 1:
+    if len(machine.links) == 1:
         return {fast: sent_bytes(kind, nbytes, n)}
     match kind:
         case "all-to-all" | "ragged-all-to-all":
