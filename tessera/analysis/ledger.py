@@ -11,34 +11,21 @@ a hand-written kernel sends by itself is invisible.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
 from tessera.analysis import hlo
 from tessera.analysis import ledger_text as text
-from tessera.analysis.asynchronous_fusions import (
-    AsynchronousFusions,
-    Part,
-    part_of_node,
-)
 from tessera.analysis.collective import KINDS, Collective, Total
-from tessera.analysis.collective_operands import (
-    arrays_of,
-    keeps_slice,
-    label_of,
-)
+from tessera.analysis.collective_reader import CollectiveReader
 from tessera.analysis.collective_reasons import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.dataflow import Dataflow
-from tessera.analysis.hlo_walk import Node, cause
-from tessera.analysis.link_places import Places
-from tessera.analysis.loop_counts import LoopCounts
+from tessera.analysis.hlo_walk import Node
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
-from tessera.analysis.source_lines import user_line
 from tessera.analysis.tables import aligned
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
@@ -46,8 +33,6 @@ from tessera.targets.target import Target
 
 __all__ = ["KINDS", "HasText", "Ledger", "collectives"]
 
-# A GPU's compiler writes all collectives as pairs, and those to wait for at once so.
-_IS_SYNC: Final = re.compile(r'"is_sync":\s*true')
 _K = TypeVar("_K", bound=Hashable)
 
 
@@ -147,8 +132,8 @@ def collectives(
         compiled if isinstance(compiled, str) else compiled.as_text() or ""
     )
     flow = Dataflow(module)
-    reader = _Reader(flow, mesh)
-    rows = [(node, row) for node in flow.nodes if (row := reader.row(node))]
+    reader = CollectiveReader(flow, mesh)
+    rows = list(reader.rows())
     if rows and module.num_devices not in (1, mesh.size):
         raise MeshShapeError(
             "the ledger's mesh is not the one that the program was compiled for",
@@ -189,56 +174,6 @@ def _with_reason(reasons: Reasons, node: Node, row: Collective) -> Collective:
     reason = reasons.reason(node, row)
     declared = reasons.declaration(node, row) if reason == LAYOUT else None
     return dataclasses.replace(row, reason=reason, source=declared or row.source)
-
-
-class _Reader:
-    """Reads what collectives send.
-
-    Args:
-      flow: How values pass through the program.
-      mesh: The mesh that it was compiled for.
-    """
-
-    def __init__(self, flow: Dataflow, mesh: Mesh) -> None:
-        self._module = flow.module
-        self._counts = LoopCounts(flow)
-        self._fusions = AsynchronousFusions(flow.nodes)
-        self._places = Places(mesh)
-
-    def row(self, node: Node) -> Collective | None:
-        """The row of a collective, without its reason; None of anything else."""
-        instruction = node.instruction
-        kind = label_of(instruction)
-        if not kind or self._fusions.repeats(node):
-            return None
-        place = self._places.place(instruction)
-        if not place.axes:
-            return None
-        origin = cause(self._module, node)
-        dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
-        outer = node.path[-2][1].opcode if len(node.path) > 1 else ""
-        if outer == "fusion" and keeps_slice(node.computation, instruction):
-            kind = "reduce-scatter"
-        return Collective(
-            kind=kind,
-            axes=place.axes,
-            group_size=place.size,
-            arrays=arrays_of(node.computation, instruction),
-            calls=self._counts.calls(node),
-            conditional=node.is_conditional,
-            op_name=origin.op_name,
-            source=user_line(self._module.frames(origin)),
-            instruction=instruction.name,
-            dims=tuple(map(int, dims)),
-            is_async=part_of_node(node) is Part.START
-            or outer in ("async-start", "call-start")
-            or _is_asynchronous(instruction),
-        )
-
-
-def _is_asynchronous(instruction: hlo.Instruction) -> bool:
-    is_start = instruction.opcode.endswith("-start") or instruction.opcode == "send"
-    return is_start and not _IS_SYNC.search(instruction.tail)
 
 
 def _summed(

@@ -5,19 +5,20 @@ Nothing runs: the times are those of the schedule that the compiler wrote, execu
 the figures of a target.
 """
 
-from collections.abc import Mapping
-
 from tessera.analysis import hlo
-from tessera.analysis.collective import KINDS
-from tessera.analysis.hlo import Computation, Instruction, Module
-from tessera.analysis.hlo_walk import Node, cause
+from tessera.analysis.hlo import Module
 from tessera.analysis.ledger import HasText
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.timeline.operation_times import OperationTimes
-from tessera.analysis.timeline.schedule import TimedSteps
-from tessera.analysis.timeline.simulation import Executed, Simulation
+from tessera.analysis.timeline.schedule import (
+    COPY,
+    HOST,
+    Compute,
+    TimedSteps,
+    Transfer,
+)
+from tessera.analysis.timeline.simulation import Executed, Simulation, Totals
 from tessera.analysis.timeline.timeline import Communication, Operation, Timeline
-from tessera.analysis.timeline.transfers import COMPUTATION, COPY, HOST, Transfer
 from tessera.errors import MeshShapeError, NoTargetError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
@@ -67,43 +68,48 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
 def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
     run = Simulation(steps.steps)
     totals = run.totals
-    transfers = {s.transfer.name: s.transfer for s in run.executed if s.transfer}
-    spent: dict[tuple[str, ...], list[float]] = {}
-    for name, transfer in transfers.items():
-        if transfer.kind not in (COPY, COMPUTATION):
-            sums = spent.setdefault(transfer.axes, [0.0, 0.0, 0.0])
-            sums[0] += totals.transferred[name]
-            sums[1] += totals.waited[name]
-            sums[2] += totals.hidden[name]
-    places = {
-        name: computation
-        for computation in module.computations.values()
-        for name in computation.instructions
+    axes = {
+        each.work.name: each.work.row.axes
+        for each in run.executed
+        if isinstance(each.work, Transfer) and each.work.row
     }
-    origins = (_origin(module, places, each) for each in run.executed)
+    spent: dict[tuple[str, ...], list[float]] = {}
+    for name, over in axes.items():
+        sums = spent.setdefault(over, [0.0, 0.0, 0.0])
+        sums[0] += totals.transferred[name]
+        sums[1] += totals.waited[name]
+        sums[2] += totals.hidden[name]
     return Timeline(
         target=target.name,
         rule=_rule(module, target),
         seconds=run.now + target.machine.overhead["step"],
         computation=dict(totals.compute),
-        communication={axes: Communication(*sums) for axes, sums in spent.items()},
+        communication={over: Communication(*sums) for over, sums in spent.items()},
         conditional=totals.conditional,
         unknown_loops=totals.unknown_loops,
         unknown_collectives=steps.unknown_collectives,
         operations=tuple(
-            Operation(
-                name=each.instruction.name,
-                op_name=origin.op_name,
-                source=user_line(module.frames(origin)),
-                kind=each.kind,
-                axes=each.transfer.axes if each.transfer else (),
-                stream=_stream(target, each.transfer),
-                each=each.each,
-                times=each.times,
-                exposed=totals.waited[each.instruction.name] if each.transfer else 0.0,
-            )
-            for each, origin in zip(run.executed, origins, strict=True)
+            _operation(module, target, totals, each) for each in run.executed
         ),
+    )
+
+
+def _operation(
+    module: Module, target: Target, totals: Totals, executed: Executed
+) -> Operation:
+    work = executed.work
+    is_transfer = isinstance(work, Transfer)
+    row = work.row if is_transfer else None
+    return Operation(
+        name=work.instruction.name,
+        op_name=row.op_name if row else work.instruction.op_name,
+        source=row.source if row else user_line(module.frames(work.instruction)),
+        kind=work.kind,
+        axes=row.axes if row else (),
+        stream=_stream(target, work),
+        each=work.seconds,
+        times=executed.times,
+        exposed=totals.waited[work.name] if is_transfer else 0.0,
     )
 
 
@@ -118,31 +124,15 @@ def _rule(module: Module, target: Target) -> str:
     return rule
 
 
-def _stream(target: Target, transfer: Transfer | None) -> str:
+def _stream(target: Target, work: Compute | Transfer) -> str:
     """What an operation or a transfer occupies."""
-    if transfer is None:
+    if isinstance(work, Compute):
         return "compute"
-    if transfer.kind == COPY:
-        return "copies to the host" if HOST in transfer.links else "copies"
-    if transfer.kind == COMPUTATION:
+    if work.kind == COPY:
+        return "copies to the host" if HOST in work.links else "copies"
+    if work.row is None:
         return "asynchronous"
     levels = target.machine.links
     if target.machine.is_torus:
-        return f"{levels[0].name} {'×'.join(transfer.axes)}"
-    return " + ".join(level.name for level in levels if level.name in transfer.links)
-
-
-def _origin(
-    module: Module, places: Mapping[str, Computation], drawn: Executed
-) -> Instruction:
-    """The instruction that has the user's line, such as a reader of what XLA inserted.
-
-    Args:
-      module: The program.
-      places: The computation of each of its instructions.
-      drawn: What it executes.
-    """
-    found = drawn.instruction
-    if drawn.kind not in KINDS or module.frames(found):
-        return found
-    return cause(module, Node(((places[found.name], found),)))
+        return f"{levels[0].name} {'×'.join(work.row.axes)}"
+    return " + ".join(level.name for level in levels if level.name in work.links)

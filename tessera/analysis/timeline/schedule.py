@@ -8,27 +8,29 @@ and where they say nothing the one that takes longest.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
 
 from tessera.analysis.asynchronous_fusions import Part, channel, part_of
+from tessera.analysis.collective import Collective
+from tessera.analysis.collective_reader import CollectiveReader
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo import Computation, Instruction, Module
 from tessera.analysis.hlo_walk import Node, Path
-from tessera.analysis.loop_counts import LoopCounts
 from tessera.analysis.timeline.operation_times import OperationTimes
-from tessera.analysis.timeline.transfers import (
-    COMPUTATION,
-    COPY,
-    HOST,
-    Collectives,
-    Transfer,
-)
 from tessera.mesh import Mesh
+from tessera.targets.link_routes import UsedLink
+from tessera.targets.link_times import collective_seconds
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 from tessera.tracing.scope import FALLBACK, TAKEN
+
+# Transfers that are no collectives: copies between memories, and computations that run
+# beside the main stream.
+COPY: Final = "copy"
+HOST: Final = "host"
+COMPUTATION: Final = "computation"
 
 _HOST_MEMORY: Final = ":S(5)"  # in a layout
 _COPIES: Final = ("copy-start", "slice-start", "dynamic-slice-start")
@@ -48,6 +50,30 @@ class Compute:
     instruction: Instruction
     kind: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What runs beside the stream of computation, or blocks it.
+
+    Attributes:
+      instruction: What starts it.
+      kind: XLA's name of a collective, ``copy`` or ``computation``.
+      seconds: How long it takes once its links are free.
+      links: What it cannot share with another transfer at the same time.
+      row: What the ledger has of it, where it is a collective.
+    """
+
+    instruction: Instruction
+    kind: str
+    seconds: float
+    links: frozenset[UsedLink] = field(repr=False)
+    row: Collective | None = None
+
+    @property
+    def name(self) -> str:
+        """XLA's name of what starts it."""
+        return self.instruction.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +159,13 @@ class TimedSteps:
     def __init__(self, module: Module, mesh: Mesh, target: Target) -> None:
         self._module, self._target = module, target
         self._times = OperationTimes(module, target)
-        self._collectives = Collectives(mesh, target)
-        self._flow = Dataflow(module)
-        self._counts = LoopCounts(self._flow)
+        flow = Dataflow(module)
+        self._reader = CollectiveReader(flow, mesh)
+        self._rows = {
+            (node.computation.name, node.instruction.name): row
+            for node in flow.nodes
+            if (row := self._reader.row(node))
+        }
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -144,28 +174,45 @@ class TimedSteps:
 
     @cached_property
     def unknown_collectives(self) -> int:
-        """Collectives of an unknown kind, or with unknown groups, which take no time.
-
-        Several parts of one have one channel.
-        """
-        nodes = (node.instruction for node in self._flow.nodes)
-        unknown = filter(self._collectives.is_unknown, nodes)
-        return len({channel(each) or each.name for each in unknown})
+        """Collectives of an unknown kind or with unknown groups; they take no time."""
+        return sum(row.is_unknown for _, row in self._reader.rows())
 
     def _steps(self, computation: Computation, outer: Path) -> tuple[Step, ...]:
         return tuple(
             step
             for instruction in computation.instructions.values()
-            if not self._collectives.is_unknown(instruction)
             for step in self._step(Node((*outer, (computation, instruction))))
         )
+
+    def _transfer(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        caller: Instruction | None = None,
+    ) -> Transfer | None:
+        """The transfer of a collective; None of anything else, and where it is unknown.
+
+        Args:
+          computation: The one that contains the instruction.
+          instruction: Any instruction.
+          caller: What runs the computation, where that is one operation.
+        """
+        row = self._rows.get((computation.name, instruction.name))
+        if row is None or row.is_unknown:
+            return None
+        place, machine = self._reader.places.place(instruction), self._target.machine
+        seconds = max(
+            collective_seconds(machine, row.kind, row.nbytes, where)
+            for where in place.spans
+        )
+        return Transfer(caller or instruction, row.kind, seconds, place.links, row)
 
     def _step(self, node: Node) -> Iterator[Step]:
         instruction, computation = node.instruction, node.computation
         opcode = instruction.opcode
         if opcode == "while":
             body = self._steps(self._module.body(instruction), node.path)
-            yield Loop(instruction, body, self._counts.count(node))
+            yield Loop(instruction, body, self._reader.counts.count(node))
         elif opcode == "conditional":
             yield self._branch(node)
         elif opcode == "call":
@@ -177,10 +224,8 @@ class TimedSteps:
             yield Wait(_end_key(computation, instruction))
         elif opcode in _COPIES:
             yield Start(instruction.name, self._copy(instruction))
-        elif transfer := self._collectives.transfer(computation, instruction):
-            yield Start(instruction.name, transfer)
-            if opcode == transfer.kind:
-                yield Wait(instruction.name)
+        elif (computation.name, instruction.name) in self._rows:
+            yield from self._collective(computation, instruction)
         elif opcode.endswith("-start"):
             yield from self._asynchronous(node)
         elif not opcode.endswith("-update"):
@@ -201,6 +246,14 @@ class TimedSteps:
         parts = zip(shares, branches, strict=True)
         taken = tuple((share, branch) for share, branch in parts if share)
         return Branch(node.instruction, taken, is_known)
+
+    def _collective(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[Step]:
+        if transfer := self._transfer(computation, instruction):
+            yield Start(instruction.name, transfer)
+            if instruction.opcode == transfer.kind:
+                yield Wait(instruction.name)
 
     def _compute(
         self, computation: Computation, instruction: Instruction
@@ -228,7 +281,7 @@ class TimedSteps:
         if part is Part.END:
             yield Wait(key)
         elif part is not Part.BETWEEN and (
-            transfer := self._collectives.transfer(callee, collective, instruction)
+            transfer := self._transfer(callee, collective, instruction)
         ):
             if part is Part.START:
                 yield Start(key, transfer)
@@ -241,7 +294,7 @@ class TimedSteps:
         """The first collective that an operation contains."""
         for callee in self._module.callees(instruction):
             for each in callee.instructions.values():
-                if self._collectives.transfer(callee, each) is not None:
+                if self._transfer(callee, each) is not None:
                     return callee, each
                 if each.opcode == "fusion" and (found := self._collective_in(each)):
                     return found
@@ -251,7 +304,7 @@ class TimedSteps:
         """A start of what a computation of its own describes."""
         instruction = node.instruction
         if inner := self._collective_in(instruction):
-            transfer = self._collectives.transfer(*inner, instruction)
+            transfer = self._transfer(*inner, instruction)
             assert transfer is not None
             yield Start(instruction.name, transfer)
             return
@@ -263,7 +316,7 @@ class TimedSteps:
             links = frozenset({COMPUTATION})
             yield Start(
                 instruction.name,
-                Transfer(instruction, COMPUTATION, (), 0, seconds, links),
+                Transfer(instruction, COMPUTATION, seconds, links),
             )
 
     def _copy(self, instruction: Instruction) -> Transfer:
@@ -273,7 +326,7 @@ class TimedSteps:
         if _HOST_MEMORY in instruction.result:
             rate, links = HOST_BANDWIDTH, HOST
         seconds = nbytes / rate
-        return Transfer(instruction, COPY, (), nbytes, seconds, frozenset({links}))
+        return Transfer(instruction, COPY, seconds, frozenset({links}))
 
 
 def _end_key(computation: Computation, instruction: Instruction) -> str:

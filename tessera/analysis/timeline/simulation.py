@@ -10,9 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from tessera.analysis.hlo import Instruction
-from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Step, Wait
-from tessera.analysis.timeline.transfers import Transfer
+from tessera.analysis.timeline.schedule import (
+    Branch,
+    Compute,
+    Loop,
+    Start,
+    Step,
+    Transfer,
+    Wait,
+)
 from tessera.targets.link_routes import UsedLink
 
 Seconds: TypeAlias = defaultdict[str, float]
@@ -27,18 +33,12 @@ class Executed:
     """An operation or a transfer, and how often it is executed.
 
     Attributes:
-      instruction: What it executes.
-      kind: ``matmul``, ``attention``, ``other``, or that of a transfer.
-      each: Seconds of one execution.
+      work: What it executes.
       times: How often it is executed, a fraction where a conditional skips it.
-      transfer: The transfer, where it is one.
     """
 
-    instruction: Instruction
-    kind: str
-    each: float
+    work: Compute | Transfer
     times: float
-    transfer: Transfer | None = None
 
 
 @dataclass
@@ -117,17 +117,16 @@ class Simulation:
         totals, executed = Totals(), list[Executed]()
         for step in steps:
             match step:
-                case Compute(instruction, kind, each):
-                    spent = share * each
-                    totals.compute[kind] += spent
-                    executed.append(Executed(instruction, kind, each, share))
+                case Compute():
+                    spent = share * step.seconds
+                    totals.compute[step.kind] += spent
+                    executed.append(Executed(step, share))
                     self._compute(spent)
                 case Start(key, transfer):
                     spent = share * transfer.seconds
                     self._begin(key, transfer, spent)
                     totals.transferred[transfer.name] += spent
-                    what, each = (transfer.instruction, transfer.kind), transfer.seconds
-                    executed.append(Executed(*what, each, share, transfer))
+                    executed.append(Executed(transfer, share))
                 case Wait(key):
                     self._wait(key, totals)
                 case Loop():

@@ -4,9 +4,15 @@
 import pytest
 
 from tessera.analysis.hlo import Instruction
-from tessera.analysis.timeline.schedule import Branch, Compute, Loop, Start, Wait
+from tessera.analysis.timeline.schedule import (
+    Branch,
+    Compute,
+    Loop,
+    Start,
+    Transfer,
+    Wait,
+)
 from tessera.analysis.timeline.simulation import Simulation
-from tessera.analysis.timeline.transfers import Transfer
 
 
 def named(name):
@@ -19,7 +25,7 @@ def compute(seconds, name="c"):
 
 def start(name, seconds, *links):
     where = frozenset(links or ("NVLink",))
-    transfer = Transfer(named(name), "all-gather", ("dp",), 0, seconds, where)
+    transfer = Transfer(named(name), "all-gather", seconds, where)
     return Start(name, transfer)
 
 
@@ -153,7 +159,9 @@ def test_a_transfer_around_a_loop_overlaps_with_it():
 
 def test_what_a_loop_contains_is_executed_in_each_iteration():
     found, *_ = run(compute(1.0), loop(4, compute(0.5, "a"), compute(1.5, "b")))
-    executed = {s.instruction.name: (s.each, s.times) for s in found.executed}
+    executed = {
+        s.work.instruction.name: (s.work.seconds, s.times) for s in found.executed
+    }
     assert executed == {"c": (1.0, 1), "a": (0.5, 4), "b": (1.5, 4)}
 
 
@@ -168,9 +176,9 @@ def test_branches_take_their_share_of_the_time():
     found, seconds, spent, _ = run(loop(8, taken))
     assert seconds == spent == 8 * (0.25 * 4.0 + 0.75 * 1.0)
     assert found.totals.conditional == 0.0
-    drawn = {s.instruction.name: s for s in found.executed}
-    assert (drawn["a"].each, drawn["a"].times) == (4.0, 2.0)
-    assert (drawn["b"].each, drawn["b"].times) == (1.0, 6.0)
+    drawn = {s.work.instruction.name: s for s in found.executed}
+    assert (drawn["a"].work.seconds, drawn["a"].times) == (4.0, 2.0)
+    assert (drawn["b"].work.seconds, drawn["b"].times) == (1.0, 6.0)
 
 
 def test_what_data_choose_is_said():

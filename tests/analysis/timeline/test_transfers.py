@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives are read with their axes, bytes, seconds and links."""
+"""Collectives become transfers with their row, seconds and links."""
 
 import pytest
 
 from tessera.analysis.hlo import parse
-from tessera.analysis.timeline.transfers import Collectives
+from tessera.analysis.timeline.schedule import Start, TimedSteps
 from tessera.mesh import Mesh
 from tests.analysis.timeline.round_targets import GPU, TPU
 
@@ -15,9 +15,12 @@ def transfer(line, target=GPU, axes=("dp", "tp"), shape=(2, 4)):
     module = parse(
         f"HloModule m\nENTRY e {{\n  x = f32[1000] parameter(0)\n  {line}\n}}"
     )
-    entry = module.computations["e"]
-    mesh = Mesh(axes, shape=shape, target=target)
-    return Collectives(mesh, target).transfer(entry, entry.root)
+    return transfer_in(module, Mesh(axes, shape=shape, target=target))
+
+
+def transfer_in(module, mesh):
+    steps = TimedSteps(module, mesh, mesh.target).steps
+    return next((step.transfer for step in steps if isinstance(step, Start)), None)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +45,8 @@ def transfer(line, target=GPU, axes=("dp", "tp"), shape=(2, 4)):
 )
 def test_a_collective_takes_what_its_bytes_take_on_its_links(line, nbytes, seconds):
     found = transfer(line)
-    assert found.axes == ("tp",)
-    assert found.nbytes == nbytes
+    assert found.row.axes == ("tp",)
+    assert found.row.nbytes == nbytes
     assert found.seconds == pytest.approx(seconds)
     assert found.links == {"NVLink"}
 
@@ -64,11 +67,11 @@ def test_groups_are_found_on_the_torus_by_the_order_of_the_mesh():
     # The mesh lies on the plane with tp along one dim: groups of four are lines.
     line = "ROOT r = f32[4000] all-gather(x), replica_groups=[4,4]<=[16]"
     found = transfer(line, TPU, ("dp", "tp"), (4, 4))
-    assert found.axes == ("tp",)
+    assert found.row.axes == ("tp",)
     # A line has half of the bandwidth of a ring.
     assert found.seconds == pytest.approx(2 * 12e-3)
     other = transfer(line.replace("<=[16]", "<=[4,4]T(1,0)"), TPU, shape=(4, 4))
-    assert other.axes == ("dp",)
+    assert other.row.axes == ("dp",)
     assert found.links.isdisjoint(other.links)
 
 
@@ -85,9 +88,6 @@ ENTRY e {{
   i = s32[] parameter(1)
   ROOT r = f32[250] fusion(x, i), kind=kCustom, calls=scatter
 }}"""
-    module = parse(text)
-    inner, caller = module.computations["scatter"], module.computations["e"].root
-    links = Collectives(Mesh(("dp", "tp"), shape=(2, 4), target=GPU), GPU)
-    found = links.transfer(inner, inner.instructions["s"], caller)
+    found = transfer_in(parse(text), Mesh(("dp", "tp"), shape=(2, 4), target=GPU))
     assert (found.name, found.kind) == ("r", "reduce-scatter")
     assert found.seconds == pytest.approx(3e-3)
