@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``graph.trace``: one stage, one pass, or everything, as text."""
+"""``graph.trace``: the phases of a step, as text."""
 
 import re
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import tessera as ts
 from tessera import graph, op
 from tessera.debug.explain import Explanation
-from tessera.errors import OperandError, UnknownPassError
+from tessera.errors import OperandError
 
 # What was compiled elsewhere has the lines of elsewhere.
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -32,37 +32,15 @@ def traced():
     return graph.trace(function, W, X)
 
 
-# --- one stage
-
-
-def test_each_stage_is_shown_alone(traced):
-    titles = {
-        "trace": ["1 trace"],
-        "passes": ["2 passes"],
-        "lower": ["3 lower: each operation with its layout"],
-        "compile": ["4 compile: each collective", "4 compile: memory"],
-    }
-    for name, expected in titles.items():
-        text = traced.stage(name).as_text()
-        assert re.findall(r"^=== (.*) ===$", text, re.MULTILINE) == expected
-
-
-def test_a_stage_computes_nothing_that_comes_after_it(monkeypatch):
+def test_what_is_traced_is_not_lowered_before_it_is_asked_for(monkeypatch):
     traced = graph.trace(ts.function(step), W, X)
 
     def refuse(_):
         raise AssertionError("it was lowered")
 
     monkeypatch.setattr(Explanation, "lowered", property(refuse))
-    assert "tanh" in str(traced.stage("trace"))
-    assert "reduce_precision" in str(traced.stage("passes"))
-
-
-def test_the_full_text_is_the_summary_and_the_stages_in_order(traced):
-    stages = [str(traced.stage(name)) for name in ("trace", "passes", "lower")]
-    full = traced.as_text(full=True)
-    assert full.startswith("\n\n".join([traced.summary(), *stages]))
-    assert repr(traced) == str(traced) == traced.as_text()
+    assert "tanh" in traced.traced.as_text()
+    assert "bfloat16" in traced.traced.diff("autocast")
 
 
 def test_the_summary_has_phases_collectives_by_axis_and_memory(traced):
@@ -78,62 +56,39 @@ def test_the_summary_has_phases_collectives_by_axis_and_memory(traced):
     assert "tanh" not in text
     assert len(text.splitlines()) < 30
     assert "\x1b" not in text
+    assert repr(traced) == str(traced) == traced.as_text()
 
 
 def test_a_skipped_pass_is_marked_in_the_summary():
     function = ts.function(step, skip_passes=["autocast"])
-    text = graph.trace(function, W, X).summary()
+    text = str(graph.trace(function, W, X))
     assert re.search(r"  autocast +\d+ equations +skipped", text)
 
 
 def test_the_lowered_program_has_a_layout_for_each_operation(traced):
-    text = str(traced.stage("lower"))
+    text = traced.layouts()
     for operation in ("dot_general", "tanh"):
         first = next(re.finditer(rf"stablehlo.{operation} .*", text))[0]
         assert '[{"dp"}, {"tp"}]' in first
 
 
 def test_on_one_device_the_lowered_program_has_no_layouts():
-    text = str(graph.trace(ts.function(step), W, X).stage("lower"))
-    assert text.startswith("=== 3 lower: one device, every array is whole ===")
+    text = graph.trace(ts.function(step), W, X).layouts()
     assert "stablehlo.tanh" in text
     assert "sdy" not in text
 
 
 def test_the_layouts_of_a_mesh_of_other_machines_are_shown(large_mesh):
     many = ts.function(step, mesh=large_mesh, in_specs={"x": P(None, "pp")})
-    text = str(graph.trace(many, W, X).stage("lower"))
+    text = graph.trace(many, W, X).layouts()
     assert '{"pp"}' in text
 
 
 def test_showing_the_layouts_leaves_the_program_as_it_is(traced):
     before = traced.lowered.as_text()
-    str(traced.stage("lower"))
+    traced.layouts()
     assert traced.lowered.as_text() == before
-    assert "all-reduce" in str(traced.stage("compile"))
-
-
-def test_the_compiled_module_is_shown_where_it_is_asked_for(traced):
-    assert "HloModule" not in str(traced.stage("compile"))
-    assert "HloModule" in traced.stage("compile", hlo=True).as_text()
-    assert "HloModule" in traced.as_text(hlo=True)
-
-
-def test_a_stage_that_does_not_exist_is_an_error_that_lists_them(traced):
-    with pytest.raises(UnknownPassError) as caught:
-        traced.stage("lowered")
-    assert str(caught.value).startswith("[T307] a step has no stage 'lowered'")
-    assert "lower" in str(caught.value)
-
-
-# --- one pass
-
-
-def test_the_diff_of_all_passes_is_that_of_each(traced):
-    names = ("differentiate_losses", "autocast", "widen_sums")
-    diffs = (traced.diff(name) for name in (*names, "assign_output_layouts"))
-    assert traced.diff() == "\n".join(diffs)
-    assert "--- before schedule_pipelines" not in traced.diff()
+    assert "all-reduce" in traced.compiled.collectives.as_text()
 
 
 # --- a model and a batch
@@ -143,16 +98,14 @@ BATCH = {"input": jnp.ones((8, 4)), "labels": jnp.zeros(8, jnp.int32)}
 
 def test_a_model_is_traced_with_the_input_of_a_batch():
     traced = graph.trace(lambda x: jnp.tanh(op.matmul(x, W.T)), BATCH)
-    text = traced.stage("trace").as_text()
-    assert text.startswith("=== 1 trace of batch['input'] ===")
-    assert "x: float32[8,4]" in text
+    assert "\ntraced with batch['input']\n" in traced.as_text()
+    assert "x: float32[8,4]" in traced.traced.as_text()
 
 
 def test_a_model_that_takes_a_batch_gets_the_whole():
     traced = graph.trace(lambda batch: batch["input"][batch["labels"]], BATCH)
-    text = traced.stage("trace").as_text()
-    assert text.startswith("=== 1 trace ===")
-    assert "batch/labels: int32[8]" in text
+    assert "traced with" not in traced.as_text()
+    assert "batch/labels: int32[8]" in traced.traced.as_text()
 
 
 @pytest.mark.parametrize(

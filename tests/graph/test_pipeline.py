@@ -336,7 +336,7 @@ def test_a_program_does_not_grow_with_the_microbatches():
 
 def test_trace_shows_the_pass_and_the_schedule():
     step = built(layers, TWO, microbatches=4)
-    text = graph.trace(step, BATCH).as_text(full=True)
-    assert "1f1b: 2 stages, 4 microbatches" in text
-    assert "--- schedule_pipelines" in text
-    assert "collective-permute" in text
+    explanation = graph.trace(step, BATCH)
+    assert "1f1b: 2 stages, 4 microbatches" in explanation.traced.as_text()
+    assert explanation.traced.diff("schedule_pipelines")
+    assert "collective-permute" in explanation.as_text()
