@@ -115,10 +115,10 @@ def array_parts(array: object, title: str, left: float) -> Iterator[str]:
 
 # A phase, what it hands on, and what the user can print of it.
 PHASES = (
-    ("trace", "your function", "Graph", 'stage("trace")'),
-    ("passes", "Graph", "Graph", 'stage("passes")'),
-    ("lower", "Graph", "Lowered", 'stage("lower")'),
-    ("compile", "Lowered", "Compiled", 'stage("compile")'),
+    ("trace", "your function", "Graph", ".traced"),
+    ("passes", "Graph", "Graph", ".traced.diff(…)"),
+    ("lower", "Graph", "Lowered", ".layouts()"),
+    ("compile", "Lowered", "Compiled", ".compiled"),
 )
 
 
