@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from typing import Any, Final, TypeAlias
 
-from tessera.debug.differences import Difference, MeshComparison, Report, difference
+from tessera.debug.differences import Difference, Report, difference
 from tessera.debug.intermediates import Site
 from tessera.debug.mesh_runs import MeshRun
 from tessera.errors import NoMeshError
@@ -28,12 +28,13 @@ Pair: TypeAlias = tuple[int, int]
 def compare_layouts(
     step: Callable[..., Any],
     batch: Any,
-    meshes: Mesh | Sequence[Mesh | None],
+    mesh: Mesh,
+    reference: Mesh | None = None,
     *,
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Report:
-    """Run a step on several meshes, and name the first operation that differs.
+    """Run a step on two meshes, and name the first operation that differs.
 
     Every value inside the step is compared in the order of computation, backward pass
     and loops included. They become outputs of the compiled programs, as many at a time
@@ -46,8 +47,8 @@ def compare_layouts(
         a mesh and returns the step.
       batch: The step's argument; a tuple has several. Arrays for which the step
         declares no layout keep theirs, as far as a mesh has its axes.
-      meshes: The first is what the others are compared with. None stands for one
-        device, and a single mesh is compared with that.
+      mesh: The mesh in question.
+      reference: The mesh that it is compared with; None is one device.
       rtol: Relative error that is no difference. By default the square root of the
         machine epsilon of the coarsest dtype that was computed in so far: 3.5e-4 for
         f32, 0.088 for bf16. Integers have to be equal.
@@ -55,12 +56,12 @@ def compare_layouts(
         number of the array.
 
     Returns:
-      A report that prints: for each mesh the first operation that differs, the user's
-      line, the largest error and where it is; or that there is no difference.
+      A report that prints: the first operation that differs, the user's line, the
+      largest error and where it is; or that there is no difference.
 
     Raises:
       AbstractMeshError: [T105] a mesh has devices that this machine lacks.
-      NoMeshError: [T106] there is no mesh to compare on.
+      NoMeshError: [T106] what is given is no mesh.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,34 +72,24 @@ def compare_layouts(
       >>> compare_layouts(step, jnp.ones((8, 2)), Mesh(["dp"], devices=range(4))).agrees
       True
     """
-    first, *others = _meshes(meshes)
-    args = batch if isinstance(batch, tuple) else (batch,)
-    reference = MeshRun.on(first, step, args)
-    runs = [MeshRun.on(mesh, step, args) for mesh in others]
-    comparisons = tuple(_compare(reference, run, rtol, atol) for run in runs)
-    return Report(reference.traced.graph.name, first, comparisons)
-
-
-def _meshes(meshes: Mesh | Sequence[Mesh | None]) -> list[Mesh]:
-    """The meshes; those of one device get every axis that the others have."""
-    listed = [None, meshes] if isinstance(meshes, Mesh) else list(meshes)
-    named = [mesh for mesh in listed if mesh is not None]
-    if not named or len(listed) < 2:
+    if not isinstance(mesh, Mesh):
         raise NoMeshError(
-            "there are no meshes to compare",
-            got=f"{len(listed)}, of which {len(listed) - len(named)} None",
-            fix="pass one mesh, to compare it with one device, or several",
+            "there is no mesh to compare on",
+            got=repr(mesh),
+            fix="pass one mesh, and another to compare it with as reference",
         )
-    axes = tuple(dict.fromkeys(axis for mesh in named for axis in mesh.axes))
-    ids = named[0].device_ids[:1]
-    one = Mesh(axes, devices=ids, shape=(1,) * len(axes))
-    return [one if mesh is None else mesh for mesh in listed]
+    if reference is None:
+        sizes = (1,) * len(mesh.axes)
+        reference = Mesh(mesh.axes, devices=mesh.device_ids[:1], shape=sizes)
+    args = batch if isinstance(batch, tuple) else (batch,)
+    expected = MeshRun.on(reference, step, args)
+    return _compare(expected, MeshRun.on(mesh, step, args), rtol, atol)
 
 
 def _compare(
     reference: MeshRun, run: MeshRun, rtol: float | None, atol: float | None
-) -> MeshComparison:
-    """Compare one mesh with the reference, up to the first difference."""
+) -> Report:
+    """Compare a mesh with the reference, up to the first difference."""
     sites, others = reference.sites, run.sites
     paired = _paired(sites, others)
     pairs = [(i, j) for i, j in paired if _is_comparable(sites[i], others[j])]
@@ -113,7 +104,9 @@ def _compare(
             found = difference(sites[i], one, two, rtol, atol)
             if found and (first is None or found.when < first.when):
                 first = found
-    return MeshComparison(
+    return Report(
+        name=reference.traced.graph.name,
+        reference=reference.mesh,
         mesh=run.mesh,
         first=first,
         compared=len(pairs),

@@ -12,7 +12,7 @@ from tessera.analysis.source_lines import short
 from tessera.debug.intermediates import Site
 from tessera.mesh import Mesh
 
-__all__ = ["Difference", "MeshComparison", "Report"]
+__all__ = ["Difference", "Report"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -141,63 +141,43 @@ def _allowed(
     return atol + rtol * sizes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshComparison:
-    """One mesh against the reference.
-
-    Attributes:
-      mesh: The mesh.
-      first: The first difference in the order of computation; None where there is none.
-      compared: How many operations both meshes have.
-      alone: How many operations only one of the two meshes has.
-    """
-
-    mesh: Mesh
-    first: Difference | None
-    compared: int
-    alone: int
-
-    def as_lines(self) -> list[str]:
-        """The comparison in lines."""
-        found = f"no difference in {self.compared} operations"
-        if self.first is not None:
-            found = "\n  ".join(("the first difference", *self.first.as_lines()))
-        lines = [f"{self.mesh.topology}: {found}"]
-        if self.alone:
-            verb = "operation has" if self.alone == 1 else "operations have"
-            lines.append(f"  {self.alone} {verb} no counterpart")
-        return lines
-
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """The result of ``compare_layouts``; prints as text.
 
     Attributes:
       name: The step.
-      reference: The mesh that the others are compared with.
-      meshes: One comparison for each of them.
+      reference: The mesh that the other is compared with.
+      mesh: The other mesh.
+      first: The first difference in the order of computation; None where there is none.
+      compared: How many operations both meshes have.
+      alone: How many operations only one of the two meshes has.
     """
 
     name: str
     reference: Mesh
-    meshes: tuple[MeshComparison, ...]
+    mesh: Mesh
+    first: Difference | None
+    compared: int
+    alone: int
 
     @property
     def agrees(self) -> bool:
-        """Whether no mesh differs from the reference."""
+        """Whether there is no difference."""
         return self.first is None
 
-    @property
-    def first(self) -> Difference | None:
-        """The first difference of the first mesh that has one."""
-        return next((m.first for m in self.meshes if m.first is not None), None)
-
     def as_text(self) -> str:
-        """For each mesh the first operation that differs, or that none does."""
-        lines = [f"step {self.name}, compared with {self.reference.topology}"]
-        for comparison in self.meshes:
-            lines += comparison.as_lines()
+        """The first operation that differs, or that none does."""
+        found = f"no difference in {self.compared} operations"
+        if self.first is not None:
+            found = "\n  ".join(("the first difference", *self.first.as_lines()))
+        lines = [
+            f"step {self.name}, compared with {self.reference.topology}",
+            f"{self.mesh.topology}: {found}",
+        ]
+        if self.alone:
+            verb = "operation has" if self.alone == 1 else "operations have"
+            lines.append(f"  {self.alone} {verb} no counterpart")
         return "\n".join(lines)
 
     __str__ = as_text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.debug.differences import Difference, MeshComparison, Report, difference
+from tessera.debug.differences import Difference, Report, difference
 from tessera.debug.intermediates import EnclosingLoop, Site
 from tessera.mesh import Mesh
 
@@ -135,9 +135,9 @@ FOUND = Difference(
 
 
 def report(first=None, **facts):
-    known = {"compared": 10, "alone": 0}
-    found = MeshComparison(mesh=MESHES[1], first=first, **known | facts)
-    return Report("step", MESHES[0], (found,))
+    known = {"name": "step", "reference": MESHES[0], "mesh": MESHES[1]}
+    counts = {"compared": 10, "alone": 0}
+    return Report(first=first, **known | counts | facts)
 
 
 def test_a_report_names_the_first_difference_and_its_line():
