@@ -42,7 +42,6 @@ class Collective:
       is_async: Whether the program may compute while it is under way.
       keeps_slice: Whether each device keeps only its part of an all-reduce's sum, as of
         a reduce-scatter, which XLA on CPU does not have.
-      dims: The dims of the arrays that it gathers, scatters or exchanges.
     """
 
     kind: str
@@ -58,7 +57,6 @@ class Collective:
     copies_whole: bool = False
     is_async: bool = False
     keeps_slice: bool = False
-    dims: tuple[int, ...] = ()
 
     @property
     def is_planned(self) -> bool:

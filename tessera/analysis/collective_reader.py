@@ -57,7 +57,6 @@ class CollectiveReader:
         if not kind or not (place := self.places.place(instruction)).axes:
             return None
         origin = cause(self._flow.module, node)
-        dims = re.findall(r"\d+", instruction.attributes.get("dimensions", ""))
         outer = node.path[-2][1].opcode if len(node.path) > 1 else ""
         if outer == "fusion" and keeps_slice(node.computation, instruction):
             kind = "reduce-scatter"
@@ -71,7 +70,6 @@ class CollectiveReader:
             op_name=origin.op_name,
             source=user_line(self._flow.module.frames(origin)),
             instruction=instruction.name,
-            dims=tuple(map(int, dims)),
             is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),

@@ -61,10 +61,6 @@ class Memory:
         lines = [f"  {name:<11} {format_bytes(size)}" for name, size in parts.items()]
         return "\n".join([title, *lines])
 
-    def as_json(self) -> dict[str, int | str]:
-        """The parts and the peak, in bytes, and the kind of device, by name."""
-        return {**asdict(self), "peak": self.peak}
-
 
 def memory(compiled: jax.stages.Compiled, compiled_for: str = "") -> Memory:
     """The memory that a compiled program needs on each device.
