@@ -30,7 +30,7 @@ from flax import nnx
 
 from tessera import function
 from tessera.analysis.hlo import Computation, Instruction, Module, parse
-from tessera.analysis.timeline.operation_times import OperationTimes, roofline
+from tessera.analysis.timeline.operation_times import operation_time, roofline
 from tessera.analysis.timeline.operation_work import Work, is_free, work
 from tessera.mesh import Mesh
 from tessera.ops.activations import GATES
@@ -369,12 +369,12 @@ class Cost:
 def costs(target: str, program: Any) -> tuple[Cost, list[tuple[str, Cost]]]:
     """The cost of a program, and of each of its regions with what it computes."""
     flow, found = Dataflow(parse(program.as_text())), Target.parse(target)
-    times = OperationTimes(flow.module, found)
+    where = flow.module, found, flow.entry
     start = found.machine.overhead["operation"]
 
     def of(kernels: list[Instruction]) -> Cost:
         moved = sum(work(flow.module, flow.entry, each).nbytes for each in kernels)
-        seconds = sum(times.time(flow.entry, each)[1] - start for each in kernels)
+        seconds = sum(operation_time(*where, each)[1] - start for each in kernels)
         return Cost(len(kernels), 1, moved, seconds, moved, seconds)
 
     def of_region(region: Region) -> Cost:

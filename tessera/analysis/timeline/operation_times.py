@@ -7,7 +7,6 @@ whichever is longer, and the time that it takes to start it.
 """
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from tessera.analysis.hlo import Computation, Instruction, Module
@@ -18,43 +17,32 @@ from tessera.targets.target import Target
 _CYCLES: Final = re.compile(r'"estimated_cycles":"?(\d+)')
 
 
-@dataclass(frozen=True)
-class OperationTimes:
-    """Predicts the times of the operations of one program.
+def clock_hz(target: Target) -> float | None:
+    """Of the cycles that the compiler counts; None where it counts none."""
+    return target.machine.clock_hz if target.platform == "tpu" else None
 
-    Attributes:
+
+def operation_time(
+    module: Module, target: Target, computation: Computation, instruction: Instruction
+) -> tuple[str, float]:
+    """Kind and seconds of an operation that is no collective and no control flow.
+
+    Args:
       module: The program.
       target: What it was compiled for.
+      computation: The one that contains the instruction.
+      instruction: The operation.
     """
-
-    module: Module
-    target: Target
-
-    @property
-    def clock_hz(self) -> float | None:
-        """Of the cycles that the compiler counts; None where it counts none."""
-        is_tpu = self.target.platform == "tpu"
-        return self.target.machine.clock_hz if is_tpu else None
-
-    def time(
-        self, computation: Computation, instruction: Instruction
-    ) -> tuple[str, float]:
-        """Kind and seconds of an operation that is no collective and no control flow.
-
-        Args:
-          computation: The one that contains the instruction.
-          instruction: The operation.
-        """
-        if is_free(instruction):
-            return "other", 0.0
-        amount = work(self.module, computation, instruction)
-        seconds = roofline(self.target.machine, amount)
-        if not self.clock_hz:
-            seconds += self.target.machine.overhead["operation"]
-        elif found := _CYCLES.search(instruction.tail):
-            # Scalar operations carry no cycles; they start nothing.
-            seconds = int(found[1]) / self.clock_hz
-        return amount.kind, seconds
+    if is_free(instruction):
+        return "other", 0.0
+    amount, clock = work(module, computation, instruction), clock_hz(target)
+    seconds = roofline(target.machine, amount)
+    if not clock:
+        seconds += target.machine.overhead["operation"]
+    elif found := _CYCLES.search(instruction.tail):
+        # Scalar operations carry no cycles; they start nothing.
+        seconds = int(found[1]) / clock
+    return amount.kind, seconds
 
 
 def roofline(machine: Machine, amount: Work) -> float:

@@ -9,7 +9,7 @@ from tessera.analysis import hlo
 from tessera.analysis.hlo import Module
 from tessera.analysis.ledger import HasText
 from tessera.analysis.source_lines import user_line
-from tessera.analysis.timeline.operation_times import OperationTimes
+from tessera.analysis.timeline.operation_times import clock_hz
 from tessera.analysis.timeline.schedule import (
     COPY,
     HOST,
@@ -81,7 +81,7 @@ def _report(steps: TimedSteps, module: Module, target: Target) -> Timeline:
         sums[2] += totals.hidden[name]
     return Timeline(
         target=target.name,
-        rule=_rule(module, target),
+        rule=_rule(target),
         seconds=run.now + target.machine.overhead["step"],
         computation=dict(totals.compute),
         communication={over: Communication(*sums) for over, sums in spent.items()},
@@ -113,8 +113,8 @@ def _operation(
     )
 
 
-def _rule(module: Module, target: Target) -> str:
-    if OperationTimes(module, target).clock_hz:
+def _rule(target: Target) -> str:
+    if clock_hz(target):
         rule = "the compiler's cycles of each operation"
     else:
         rule = "a roofline of each operation"

@@ -18,7 +18,7 @@ from tessera.analysis.collective_reader import CollectiveReader
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo import Computation, Instruction, Module
 from tessera.analysis.hlo_walk import Node, Path
-from tessera.analysis.timeline.operation_times import OperationTimes
+from tessera.analysis.timeline.operation_times import operation_time
 from tessera.mesh import Mesh
 from tessera.targets.link_routes import UsedLink
 from tessera.targets.link_times import collective_seconds
@@ -158,7 +158,6 @@ class TimedSteps:
 
     def __init__(self, module: Module, mesh: Mesh, target: Target) -> None:
         self._module, self._target = module, target
-        self._times = OperationTimes(module, target)
         flow = Dataflow(module)
         self._reader = CollectiveReader(flow, mesh)
         self._rows = {
@@ -258,7 +257,9 @@ class TimedSteps:
     def _compute(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[Step]:
-        kind, seconds = self._times.time(computation, instruction)
+        kind, seconds = operation_time(
+            self._module, self._target, computation, instruction
+        )
         if seconds:
             yield Compute(instruction, kind, seconds)
 

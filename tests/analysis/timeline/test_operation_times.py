@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from tessera.analysis.hlo import parse
-from tessera.analysis.timeline.operation_times import OperationTimes, roofline
+from tessera.analysis.timeline.operation_times import operation_time, roofline
 from tessera.analysis.timeline.operation_work import Work
 from tests.analysis.timeline.round_targets import GPU, TPU
 
@@ -18,7 +18,7 @@ def time_of(line, target):
         f"HloModule m\nENTRY e {{\n  x = f32[250] parameter(0)\n  {line}\n}}"
     )
     entry = module.computations["e"]
-    return OperationTimes(module, target).time(entry, entry.root)
+    return operation_time(module, target, entry, entry.root)
 
 
 @pytest.mark.parametrize(
