@@ -32,7 +32,7 @@ TRAINER = {
     "": 0,
     "checkpoints": 1_257,
     "commands": 616,
-    "config": 1_597,
+    "config": 1_598,
     "data": 2_963,
     "files": 71,
     "loop": 3_454,

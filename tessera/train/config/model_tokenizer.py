@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokenizer a run has: a folder of weights has its own."""
 
-from pathlib import Path
+import filecmp
+import os
 
 from tessera.train.config.run_config import Config
 from tessera.train.data.tokenizer_folder import TOKENIZER_FILE
@@ -17,8 +18,7 @@ def tokenizer_of(config: Config, folder: str | None) -> str | None:
     """
     if config.data.name == "synthetic" or config.data.tokenizer is not None:
         return config.data.tokenizer
-    of_weights = _folder_of_weights(config, folder)
-    return "bytes" if of_weights is None else str(of_weights)
+    return _folder_of_weights(config, folder) or "bytes"
 
 
 def tokenizer_notes(config: Config, folder: str | None) -> list[str]:
@@ -26,9 +26,10 @@ def tokenizer_notes(config: Config, folder: str | None) -> list[str]:
     name, weights = config.data.tokenizer, _folder_of_weights(config, folder)
     if name is None or weights is None:
         return []
-    own, chosen = weights / TOKENIZER_FILE, Path(name).expanduser()
-    chosen = chosen / TOKENIZER_FILE if chosen.is_dir() else chosen
-    if not own.is_file() or _is_same(own, chosen):
+    own, chosen = os.path.join(weights, TOKENIZER_FILE), os.path.expanduser(name)
+    if os.path.isdir(chosen):
+        chosen = os.path.join(chosen, TOKENIZER_FILE)
+    if not os.path.isfile(own) or _is_same(own, chosen):
         return []
     return [
         f"the weights of {weights} come with a tokenizer of their own, and "
@@ -36,15 +37,18 @@ def tokenizer_notes(config: Config, folder: str | None) -> list[str]:
     ]
 
 
-def _folder_of_weights(config: Config, folder: str | None) -> Path | None:
-    """The folder of a published model that the run begins with."""
+def _folder_of_weights(config: Config, folder: str | None) -> str | None:
+    """The folder of a published model that the run begins with.
+
+    Names that no file can have are names of no folder; what reads them says so.
+    """
     given = config.training.init_from or folder
     if given is None:
         return None
-    path = Path(given).expanduser()
-    path = path if path.is_dir() else path.parent
-    return path if (path / CONFIG_FILE).is_file() else None
+    path = os.path.expanduser(given)
+    path = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    return path if os.path.isfile(os.path.join(path, CONFIG_FILE)) else None
 
 
-def _is_same(own: Path, chosen: Path) -> bool:
-    return chosen.is_file() and own.read_bytes() == chosen.read_bytes()
+def _is_same(own: str, chosen: str) -> bool:
+    return os.path.isfile(chosen) and filecmp.cmp(own, chosen, shallow=False)

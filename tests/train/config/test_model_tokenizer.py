@@ -34,11 +34,13 @@ def tokenizer(*overrides):
     return both.config.data.tokenizer
 
 
-def test_the_tokenizer_is_that_of_the_weights(folder):
+def test_the_tokenizer_is_that_of_the_weights(folder, monkeypatch):
     assert tokenizer(f"model={folder}", *TEXT) == str(folder)
     assert tokenizer(f"model={folder}") == str(folder)
     weights = folder / "model.safetensors"
     assert tokenizer(f"training.init_from={weights}", *TEXT) == str(folder)
+    monkeypatch.chdir(folder)
+    assert tokenizer("training.init_from=model.safetensors", *TEXT) == "."
     # Where a run goes on, its checkpoint has the weights.
     resumes = "training.resume=outputs/mine"
     assert tokenizer(f"model={folder}", resumes, *TEXT) == str(folder)
