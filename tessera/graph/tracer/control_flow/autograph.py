@@ -5,6 +5,8 @@ A function that needs the number or the text of a traced value, or that prints, 
 traced again with its source converted, and so are the functions that it calls.
 """
 
+import dataclasses
+import reprlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +41,8 @@ _AMBIGUOUS = "The truth value of an array with more than one element is ambiguou
 _CALLERS = tuple(
     module.__file__ for module in (conversion_state, converted_calls, printing)
 )
+
+_OF_DATACLASSES = (dataclasses.__file__, reprlib.__file__)
 
 # Functions that were converted before: they need not be traced as they are.
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -104,13 +108,28 @@ def _requests_recorded(found: list[str]) -> Iterator[None]:
     """
 
     def note(frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_filename in _CALLERS:
-            frame = frame.f_back
+        frame = _asking(frame)
         if frame is not None and is_user_code(frame.f_code, frame.f_globals):
             found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     with traces.values_watched(note):
         yield
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The frame of the code that asks, beneath those that ask for it.
+
+    The ``__repr__`` of a dataclass has no file, and is called by Python's own.
+    """
+    while frame is not None:
+        caller = frame.f_back
+        if frame.f_code.co_filename in _CALLERS:
+            frame = caller
+        elif caller is not None and caller.f_code.co_filename in _OF_DATACLASSES:
+            frame = caller.f_back
+        else:
+            break
+    return frame
 
 
 def _needs_value(error: Exception) -> bool:

@@ -2,6 +2,7 @@
 # ruff: noqa: T201, UP031, UP032 - printing, and ways to format, are what is tested
 """``print`` in a traced function prints when the program runs."""
 
+import dataclasses
 import sys
 import types
 import warnings
@@ -276,3 +277,22 @@ def test_modules_are_not_asked_for_attributes_that_have_other_names():
         return x * box.value if module else x
 
     assert float(function(jnp.float32(1))) == 2
+
+
+@dataclasses.dataclass
+class Point:
+    x: jax.Array
+
+
+def test_the_text_of_a_dataclass_is_that_of_whoever_asks():
+    # JAX asks for the text of its own, such as the pullback that jacrev maps.
+    cubes = ts.jit(jax.jacrev(lambda x: x**3))
+    assert cubes(jnp.float32(2.0)) == 12.0
+
+    @ts.jit
+    def named(x):
+        return {str(Point(x)): x}
+
+    with pytest.raises(ControlFlowError, match=r"test_printing\.py") as caught:
+        named(jnp.float32(1.0))
+    assert caught.value.code == "T319"
