@@ -196,7 +196,8 @@ def layout(equation: Equation) -> Any:
 
 def is_product_split(equation: Equation) -> bool:
     """Whether a matmul is written with a layout of its result over Explicit axes."""
-    return any(getattr(equation.params["out_sharding"], "spec", ()))
+    spec = getattr(equation.params["out_sharding"], "spec", None)
+    return spec is not None and bool(any(spec.partitions) or spec.unreduced)
 
 
 def constraint(equation: Equation) -> Any:

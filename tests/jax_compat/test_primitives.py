@@ -76,6 +76,15 @@ def test_dims_of_matmuls():
     product = equation(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), *2 * [A[None]])
     assert primitives.dot_dims(product) == (((2,), (2,)), ((0,), (0,)))
     assert not primitives.is_product_split(product)
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,))
+    for spec, is_split in (
+        (PartitionSpec(None, "x"), True),
+        (PartitionSpec(None, unreduced={"x"}), True),
+        (PartitionSpec(None, None), False),
+    ):
+        layout = {"out_sharding": NamedSharding(mesh, spec)}
+        declared = product.replace(params=product.params | layout)
+        assert primitives.is_product_split(declared) is is_split
     wide = primitives.bind_matmul(product, 2 * [A[None]], jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(wide[0], A @ A.T)
 
