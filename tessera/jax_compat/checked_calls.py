@@ -40,9 +40,9 @@ def checked_call(
     _, tree = tracing_registry.flatten((tuple(example), {}))
     params: Any = compiled._params
     executable = _Checked(compiled._executable, check, len(params.const_args))
-    params = params._replace(
-        in_tree=tree, out_tree=result or params.out_tree, executable=executable
-    )
+    params = params._replace(in_tree=tree, executable=executable)
+    if result is not None:
+        params = params._replace(out_tree=result)
     call = compiled._executable.create_cpp_call(params)
     if call is not None:
         return call
