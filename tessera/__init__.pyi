@@ -3,18 +3,18 @@
 
 from tessera import amp as amp
 from tessera import dist as dist
-from tessera import dist as distributed
+from tessera import distributed as distributed
 from tessera import graph as graph
 from tessera import mesh as mesh
 from tessera import nn as nn
 from tessera import op as op
+from tessera import schedule as schedule
 from tessera.annotations import Tensor as Tensor
 from tessera.arrays import *
 from tessera.debug.compare_layouts import compare_layouts as compare_layouts
 from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.foundations.dtypes import *
-from tessera.graph import step_schedule as schedule
 from tessera.graph.distribute import distribute as distribute
 from tessera.graph.gradient_primitive import grad as grad
 from tessera.graph.jit import function as function

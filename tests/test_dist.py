@@ -1,13 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the facade promises, written as its users write it."""
 
+from importlib import import_module
+
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import tessera as ts
 from tessera import dist
 from tessera.graph.kernel import kernel
 from tessera.ops.matmul import matmul
+
+
+@pytest.mark.parametrize("name", ["dist", "op", "nn", "schedule", "graph", "amp"])
+def test_what_the_package_names_is_a_module_to_import(name):
+    assert import_module(f"tessera.{name}") is getattr(ts, name)
+
+
+def test_distributed_is_another_name_of_dist():
+    from tessera.distributed import Mesh, all_reduce
+
+    assert Mesh is dist.Mesh
+    assert all_reduce is dist.all_reduce
+    assert set(dir(ts.distributed)) >= set(dist.__all__)
 
 
 def test_a_mesh_is_declared_by_nesting():
