@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.errors import BatchSizeError, EmptyDataError
+from tessera.errors import (
+    BatchSizeError,
+    DataChangedError,
+    EmptyDataError,
+    TesseraWarning,
+)
 from tessera.train.data import EpochSampler
 
 
@@ -90,3 +95,98 @@ def test_too_few_examples_are_refused(examples, drop_last, fix):
     with pytest.raises(EmptyDataError) as caught:
         EpochSampler(examples, 4, drop_last=drop_last)
     assert fix in str(caught.value)
+
+
+# --- as the sampler of a DataLoader
+
+
+@given(
+    examples=st.integers(1, 40),
+    local=st.integers(1, 4),
+    processes=st.integers(1, 3),
+    epochs=st.integers(1, 3),
+)
+def test_a_loop_reads_each_index_once_per_epoch_and_ranks_share_them(
+    examples, local, processes, epochs
+):
+    size = local * processes
+    samplers = [EpochSampler(examples, size, p, processes) for p in range(processes)]
+    for epoch in range(epochs):
+        draw = np.random.Generator(np.random.PCG64([0, epoch]))
+        order = draw.permutation(examples).tolist()
+        missing = -examples % size
+        filled = (order * (missing // examples + 2))[: examples + missing]
+        shares = [[b.tolist() for b in sampler] for sampler in samplers]
+        assert {len(share) for share in shares} == {len(samplers[0])}
+        for number, parts in enumerate(zip(*shares, strict=True)):
+            flat = [index for part in parts for index in part]
+            assert flat == filled[number * size : (number + 1) * size]
+
+
+def test_loops_without_set_epoch_read_one_epoch_after_the_other():
+    sampler = EpochSampler(8, 4)
+    for epoch in range(3):
+        np.testing.assert_array_equal(list(sampler), list(sampler.epoch(epoch)))
+    sampler.set_epoch(1)
+    np.testing.assert_array_equal(list(sampler), list(sampler.epoch(1)))
+    np.testing.assert_array_equal(list(sampler), list(sampler.epoch(2)))
+
+
+def test_a_loop_that_begins_an_epoch_again_says_so():
+    sampler = EpochSampler(8, 2)
+    first = next(iter(sampler))
+    with pytest.warns(TesseraWarning, match="epoch 0 begins again: .* 1 of 4 batches"):
+        again = list(sampler)
+    np.testing.assert_array_equal(again[0], first)
+    assert len(again) == 4
+    next(iter(sampler))
+    sampler.set_epoch(1)  # as PyTorch users write: nothing to say
+    assert len(list(sampler)) == 4
+
+
+@given(
+    stop=st.integers(0, 11), shared=st.sampled_from([(6, 1), (6, 3), (3, 3), (2, 2)])
+)
+def test_a_resumed_loop_goes_on_with_the_next_batch(stop, shared):
+    def read_epochs(sampler, first, batches, stop=None):
+        for epoch in range(first, 3):
+            sampler.set_epoch(epoch)
+            for batch in sampler:
+                batches.append(batch)
+                if len(batches) == stop:
+                    return
+
+    sampler, before = EpochSampler(24, 6), []
+    if stop:
+        read_epochs(sampler, 0, before, stop)
+    state = sampler.state_dict()
+    parts = []
+    size, processes = shared
+    for process in range(processes):
+        resumed = EpochSampler(24, size, process, processes)
+        resumed.load_state_dict(state)
+        parts.append([])
+        read_epochs(resumed, state["epoch"], parts[-1])
+    after = [part for together in zip(*parts, strict=True) for part in together]
+    whole = [batch for epoch in range(3) for batch in sampler.epoch(epoch)]
+    np.testing.assert_array_equal(
+        np.concatenate([*before, *after, []]), np.concatenate(whole)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"num_examples": 25}, "num_examples: 24 -> 25"),
+        ({"shuffle": False}, "shuffle: 1 -> 0"),
+        ({"batch_size": 4}, "examples read: 6, 2 in a batch"),
+    ],
+)
+def test_another_order_is_refused(change, line):
+    sampler = EpochSampler(24, 6)
+    next(iter(sampler))
+    other = EpochSampler(**{"num_examples": 24, "batch_size": 6} | change)
+    with pytest.raises(DataChangedError, match=line):
+        other.load_state_dict(sampler.state_dict())
+    assert other.state_dict()["examples"] == 0
