@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from tessera.errors import SettingValueError, did_you_mean
+from tessera.errors import ArgumentError, SettingValueError, did_you_mean
 from tessera.foundations.primitive_properties import CUDNN_ATTENTION, MATMULS
 from tessera.foundations.tree import partition
 from tessera.jax_compat import jaxprs, primitives
@@ -24,13 +24,14 @@ NONE: Final = "none"
 NAMED: Final = "named"
 # The name, for ``jax.ad_checkpoint``, of the residuals of attention.
 ATTENTION_RESIDUALS: Final = "attention"
-# Options of torch.utils.checkpoint, none of which has a meaning here.
+# Options of torch.utils.checkpoint and jax.checkpoint without a meaning here.
 # fmt: off
 _OPTIONS_OF_TORCH: Final = (
     "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug",
     "early_stop",
 )
 # fmt: on
+_OPTIONS_OF_JAX: Final = ("static_argnums", "concrete")
 
 
 _save_attention = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
@@ -114,8 +115,9 @@ def remat(
       A function of the same arguments and results; with arguments, its result.
 
     Raises:
+      ArgumentError: [T301] the first argument is no function.
       SettingValueError: [T502] there is no such policy; or, in a call at once, an
-        option could be an argument of the function, or is one of PyTorch's.
+        option could be an argument of the function, or is one of PyTorch's or JAX's.
 
     Example:
       >>> import tessera as ts, jax.numpy as jnp
@@ -132,9 +134,19 @@ def remat(
     rule = _rule("full" if policy is None else policy)
     call = functools.partial(_call, rule, prevent_cse is not False)
     if function is None:
+        _check_other_options("", kwargs)
         if args or kwargs:
-            raise TypeError(f"no function to call with {[*args, *kwargs]}")
+            raise ArgumentError(
+                f"no function to call with {[*args, *kwargs]}",
+                fix="ts.checkpoint(function, x, ...), or @ts.checkpoint(policy=...)",
+            )
         return functools.partial(remat, **options)
+    if not callable(function):
+        raise ArgumentError(
+            "ts.checkpoint takes a function first, then its arguments",
+            got=repr(function) if isinstance(function, str) else f"{type(function)}",
+            fix="ts.checkpoint(layer, x), or @ts.checkpoint(policy='dots')",
+        )
     if args or kwargs:
         given = [name for name, value in options.items() if value is not None]
         _check_keywords(function, args, kwargs, given)
@@ -210,14 +222,25 @@ def _check_keywords(
                 fix=f"for the option: ts.checkpoint({name}, {option}=...)(...)\n"
                 f"for the function's: ts.checkpoint({name})(..., {option}=...)",
             )
-    for option in _OPTIONS_OF_TORCH:
-        if option in kwargs and option not in free:
-            raise SettingValueError(
-                f"{option!r} is an option of PyTorch's checkpoint",
-                got=f"ts.checkpoint({name}, ..., {option}={kwargs[option]!r})",
-                fix="leave it out: a traced function is recomputed exactly, with the "
-                "same random numbers",
-            )
+    others = {name: value for name, value in kwargs.items() if name not in free}
+    _check_other_options(f"{name}, ..., ", others)
+
+
+def _check_other_options(call: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise T502 for an option of PyTorch's or JAX's checkpoint."""
+    for option in kwargs:
+        is_torch = option in _OPTIONS_OF_TORCH
+        if not is_torch and option not in _OPTIONS_OF_JAX:
+            continue
+        raise SettingValueError(
+            f"{option!r} is an option of {'PyTorch' if is_torch else 'JAX'}'s "
+            "checkpoint",
+            got=f"ts.checkpoint({call}{option}={kwargs[option]!r})",
+            fix="leave it out: a traced function is recomputed exactly, with the same "
+            "random numbers"
+            if is_torch
+            else "leave it out: arguments that are no arrays are static",
+        )
 
 
 checkpoint = remat

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import tessera as ts
-from tessera.errors import SettingValueError
+from tessera.errors import ArgumentError, SettingValueError
 from tessera.jax_compat import jaxprs
 from tessera.ops import rematerialization
 from tessera.ops.rematerialization import POLICIES, remat
@@ -272,8 +272,18 @@ def test_options_of_pytorch_are_refused_unless_they_are_the_function_s():
 
 
 def test_an_option_that_does_not_exist_is_no_decorator():
-    with pytest.raises(TypeError, match="no function to call with"):
+    with pytest.raises(ArgumentError, match="no function to call with"):
         ts.checkpoint(polcy="dots")
+    with pytest.raises(SettingValueError, match="'use_reentrant' is an option of PyT"):
+        ts.checkpoint(use_reentrant=False)
+    with pytest.raises(SettingValueError, match="'static_argnums' is an option of JAX"):
+        ts.checkpoint(jnp.sin, static_argnums=(1,))
+
+
+@pytest.mark.parametrize("args", [("dots",), (jnp.sin(X),), (X, jnp.sin)])
+def test_what_comes_first_is_the_function(args):
+    with pytest.raises(ArgumentError, match=r"fix: ts\.checkpoint\(layer, x\)"):
+        ts.checkpoint(*args)
 
 
 def test_models_and_functions_share_one_table():
