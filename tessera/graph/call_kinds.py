@@ -22,9 +22,18 @@ _NEVER: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled program and the call that it was compiled for."""
+    """A compiled program and the call that it was compiled for.
+
+    Attributes:
+      call: The call.
+      key: What the program depends on: its context, and the arguments as passed.
+      placed: The same with uncommitted arrays in the layouts of the step.
+      compiled: The program.
+    """
 
     call: Call
+    key: Any
+    placed: Any
     compiled: Compiled
 
 

@@ -8,10 +8,8 @@ function is part of that function's program.
 """
 
 import functools
-import sys
-import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -20,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 
 from tessera.annotations import argument_names, checked, signature_of
-from tessera.errors import SettingConflictError, TesseraWarning
+from tessera.errors import SettingConflictError
 from tessera.graph.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.eager import run_eagerly
@@ -28,10 +26,10 @@ from tessera.graph.flax_errors import changes_explained, finish
 from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.graph.lower.lower_to_jit import jitted
 from tessera.graph.pass_runner import check_names
+from tessera.graph.recompilations import Recompilations
 from tessera.graph.tracer.arguments import (
     Call,
     ProgramMismatch,
-    changed_statics,
     flatten_args,
     values_of,
 )
@@ -56,8 +54,6 @@ __all__ = ["Function", "last_run"]
 
 _Result = TypeVar("_Result")
 _Run: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
-
-_RECOMPILES_BEFORE_WARNING = 3
 
 # The most recently called function, for ``dist.profile()``; a weak reference.
 _ran: deque["weakref.ref[Function]"] = deque(maxlen=1)
@@ -94,7 +90,7 @@ class Function:
         self._body_with_objects = with_objects(body)
         self._takes_objects = False
         self._weak: weakref.ref[Function] = weakref.ref(self)
-        self._changes: Counter[str] = Counter()
+        self._recompilations = Recompilations(options.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on arrays; inside another traced function, become part of it."""
@@ -227,12 +223,14 @@ class Function:
                 traced.require_devices()
             placed = self._key(traced.call_as_placed())
             program = self._programs.get(placed)
+            if program is None and to_run:
+                others = [*self._programs.values()]
+                self._recompilations.log(traced.call, key, placed, others)
             compiled = program.compiled if program else traced.lower().compile()
-            new = Program(traced.call, compiled)
+            new = Program(traced.call, key, placed, compiled)
             # Another thread may have compiled this program in the meantime.
             if self._programs.setdefault(key, new) is new:
                 self._programs.setdefault(placed, new)
-                self._warn_of_recompiles(call)
         return self._programs[key]
 
     def _trace(self, call: Call) -> Traced:
@@ -375,29 +373,6 @@ class Function:
         if not call.has_objects:
             return self.body, self.options
         return self._body_with_objects, self.options.for_objects(call)
-
-    def _warn_of_recompiles(self, call: Call) -> None:
-        if self._recent is None:
-            return
-        names = changed_statics(self._recent.call, call)
-        self._changes.update(names)
-        for name in names:
-            if self._changes[name] == _RECOMPILES_BEFORE_WARNING:
-                warnings.warn(
-                    f"{self.options.name!r} was compiled {self._changes[name] + 1} "
-                    f"times because argument {name!r} keeps changing: a Python value "
-                    "is part of the program. Pass it as an array to compile once",
-                    TesseraWarning,
-                    stacklevel=_num_frames_here(),
-                )
-
-
-def _num_frames_here() -> int:
-    """The ``stacklevel`` of the caller of this module, for warnings."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        frame, count = frame.f_back, count + 1
-    return count
 
 
 def last_run() -> Compiled | None:

@@ -400,6 +400,12 @@ def trace_settings() -> Any:
     return config.trace_context()
 
 
+def changed_trace_settings(before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """The names of such settings that differ, with both values."""
+    settings = zip(config.trace_context_names(), before, now, strict=True)
+    return [each for each in settings if each[1] != each[2]]
+
+
 def underlying(value: Any) -> Any:
     """The primal of a value that is being differentiated; other values themselves."""
     while isinstance(value, Tracer) and hasattr(value, "primal"):

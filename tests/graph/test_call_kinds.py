@@ -12,7 +12,7 @@ X, Y = np.ones(2), np.ones(3)
 
 def kind_of(*args, **kwargs):
     call = flatten_args(["a", "b", "c"][: len(args)], args, kwargs)
-    return CallKind.of(Program(call, None), call)
+    return CallKind.of(Program(call, None, None, None), call)
 
 
 def test_a_program_takes_the_arrays_of_a_call_in_their_order():

@@ -3,7 +3,6 @@
 
 import functools
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.errors import AbstractMeshError, MeshConflictError, TesseraWarning
+from tessera.errors import AbstractMeshError, MeshConflictError
 from tessera.shard import ShardSpec, tensor
 from tessera.tracing import scope
 
@@ -218,46 +217,6 @@ def test_the_arrays_of_a_call_are_not_kept_alive(scaled):
         for leaf in program.call.leaves
     ]
     assert not any(isinstance(value, jax.Array) for value in buffer_holders)
-
-
-# --- recompiling again and again
-
-
-def warned(step, calls):
-    """The warnings of some calls, and the line that each is blamed on."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for args in calls:
-            step(*args)
-    return [(str(w.message), w.category, w.filename) for w in caught]
-
-
-def test_an_argument_that_keeps_changing_is_named_once(scaled):
-    calls = [(X, 0.1 * i) for i in range(8)]
-    assert warned(scaled, calls) == [
-        (
-            "'<lambda>' was compiled 4 times because argument 'factor' keeps "
-            "changing: a Python value is part of the program. Pass it as an array to "
-            "compile once",
-            TesseraWarning,
-            __file__,
-        )
-    ]
-
-
-def test_a_changing_leaf_is_named_by_its_path():
-    step = ts.function(lambda x, config: x * config["optimizer"]["rate"])
-    calls = [(X, {"optimizer": {"rate": 0.1 * i, "name": "sgd"}}) for i in range(4)]
-    ((message, _, _),) = warned(step, calls)
-    assert "argument 'config/optimizer/rate' keeps changing" in message
-
-
-def test_shapes_that_change_are_no_reason_to_warn(scaled):
-    assert warned(scaled, [(X[:i], 2) for i in range(1, 7)]) == []
-
-
-def test_a_static_that_goes_back_and_forth_is_no_reason_to_warn(scaled):
-    assert warned(scaled, [(X, i % 2) for i in range(8)]) == []
 
 
 # --- captured tensors

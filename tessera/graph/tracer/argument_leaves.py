@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +31,18 @@ def mesh_of_one_device(sharding: SingleDeviceSharding) -> Mesh:
     """The mesh that an array of this layout lies on."""
     (device,) = sharding.device_set
     return Mesh((ONE_DEVICE,), devices=(device.id,))
+
+
+class LeafKey(NamedTuple):
+    """What a program is specialized to in one array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    reference: Any
+    layout: tuple[Mesh, PartitionSpec] | None
+    on_host: bool
+    varying_axes: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +113,18 @@ class Leaf:
         """Whether the dtype is weak, as that of a Python number is."""
         return _is_weak(self.aval)
 
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> LeafKey:
         """What a program is specialized to in this array."""
-        shape, dtype = tuple(self.aval.shape), self.aval.dtype
-        # No compiled program takes a value that JAX is tracing.
-        varies = jaxprs.varying_axes(self.value) if self.of_trace else None
-        location = (self.layout, jaxprs.on_host(self.value), varies)
-        return (shape, dtype, self.is_weak, self.reference, *location)
+        return LeafKey(
+            shape=tuple(self.aval.shape),
+            dtype=self.aval.dtype,
+            weak_type=self.is_weak,
+            reference=self.reference,
+            layout=self.layout,
+            on_host=jaxprs.on_host(self.value),
+            # No compiled program takes a value that JAX is tracing.
+            varying_axes=jaxprs.varying_axes(self.value) if self.of_trace else None,
+        )
 
     def abstract(self) -> "Leaf":
         """The same leaf without its data, which a program must not keep alive."""

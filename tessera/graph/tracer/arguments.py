@@ -335,18 +335,3 @@ def _static(name: str, leaf: Any) -> StaticValue:
 def _kind_of(leaf: Any) -> str:
     value = leaf.value if isinstance(leaf, StaticArgument) else leaf
     return type(value).__name__
-
-
-def changed_statics(before: Call, after: Call) -> list[str]:
-    """Names of the static leaves whose values differ; empty if anything else does.
-
-    Example:
-      >>> import numpy as np
-      >>> first = flatten_args(["x", "rate"], (np.ones(2), 0.1), {})
-      >>> second = flatten_args(["x", "rate"], (np.ones(2), 0.2), {})
-      >>> changed_statics(first, second)
-      ['rate']
-    """
-    found = differences(before, after)
-    forms = [form for pair in found.values() for form in pair]
-    return list(found) if all(isinstance(form, StaticValue) for form in forms) else []

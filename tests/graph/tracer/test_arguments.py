@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tessera.errors import ArgumentError
 from tessera.graph.tracer.argument_leaves import Leaf, leaf_signature
-from tessera.graph.tracer.arguments import changed_statics, flatten_args
+from tessera.graph.tracer.arguments import flatten_args
 from tessera.shard import ShardSpec, tensor
 
 X = jnp.ones((8, 2))
@@ -174,21 +174,6 @@ def test_arguments_are_put_together_again_around_other_arrays():
     args, kwargs = call.rebuilt([10, 11, 12])
     assert args == ({"x": 10, "k": 3}, 11)
     assert kwargs == {"c": 12}
-
-
-# --- which statics changed
-
-
-def test_a_changed_static_is_named_by_its_path():
-    before = apart(X, {"optimizer": {"rate": 0.1, "name": "sgd"}})
-    after = apart(X, {"optimizer": {"rate": 0.2, "name": "sgd"}})
-    assert changed_statics(before, after) == ["b/optimizer/rate"]
-
-
-def test_statics_are_not_to_blame_where_arrays_changed_too():
-    assert changed_statics(apart(X, 1), apart(X[:4], 2)) == []
-    assert changed_statics(apart(X, 1), apart({"a": X}, 2)) == []
-    assert changed_statics(apart(X, 1), apart(X, b=2)) == []
 
 
 # --- the mesh that the arrays live on
