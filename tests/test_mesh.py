@@ -15,9 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tessera import mesh as meshes
 from tessera.errors import (
     AbstractMeshError,
+    MeshShapeError,
     NoMeshError,
 )
-from tessera.foundations.device_grid import even_sizes
+from tessera.foundations.device_grid import even_sizes, nearest_shapes
 from tessera.mesh import Mesh
 
 # --- forms
@@ -113,6 +114,28 @@ def test_no_sizes_that_an_axis_may_have_are_more_even(number, names, count):
         legal, key=lambda sizes: (sorted(sizes)[::-1], [-size for size in sizes])
     )
     assert even_sizes(axes, number) == wanted
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "number", "shapes"),
+    [
+        (("fsdp", "tp"), (3, 2), 64, [(32, 2), (8, 8)]),
+        (("fsdp", "tp"), (3, -1), 64, [(4, 16), (2, 32)]),
+        (("dp", "tp"), (4, 3), 12, [(3, 4), (6, 2)]),
+        (("tp", "dp"), (4, -1), 10, [(2, 5), (1, 10)]),
+        (("tp",), (4,), 6, [(6,)]),
+        (("a", "b", "c", "d", "e"), (1, 1, 1, 1, 3), 8, [(2, 2, 2, 1, 1)]),
+    ],
+)
+def test_the_nearest_shapes_keep_sizes_and_give_models_powers_of_two(
+    axes, sizes, number, shapes
+):
+    assert nearest_shapes(axes, sizes, number) == shapes
+
+
+def test_a_shape_for_another_number_of_devices_is_refused_with_those_that_fit():
+    with pytest.raises(MeshShapeError, match="use the shape 32 × 2 or 8 × 8, or list"):
+        Mesh(["fsdp", "tp"], devices=range(64), shape=(3, 2))
 
 
 def test_a_flat_sequence_is_folded_into_a_shape():

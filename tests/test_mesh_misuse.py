@@ -52,7 +52,7 @@ def test_a_product_that_does_not_match_shows_the_arithmetic():
     ) == (
         "[T101] the shape does not hold the devices\n"
         "  got: tp 4 × dp 3 = 12, and 16 devices\n"
-        "  fix: list 12 devices, or use a shape such as 4 × 4\n"
+        "  fix: use the shape 4 × 4 or 8 × 2, or list 12 devices\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 
@@ -63,7 +63,7 @@ def test_a_size_that_cannot_be_inferred_names_the_nearest_device_counts():
     ) == (
         "[T101] the shape does not hold the devices\n"
         "  got: tp 4 × dp -1: 4 does not divide 10 devices\n"
-        "  fix: use 8 or 12 devices, or sizes whose product divides 10\n"
+        "  fix: use the shape 2 × 5 or 1 × 10, or 8 or 12 devices\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"
     )
 

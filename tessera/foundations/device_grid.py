@@ -6,10 +6,11 @@ problem, with the nearest legal values.
 """
 
 import functools
+import heapq
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -285,15 +286,63 @@ def inferred(
         return sizes
     named = " × ".join(f"{a} {s}" for a, s in zip(axes, sizes, strict=True))
     low, high = total // product * product, -(-total // product) * product
+    shapes = " or ".join(map(times, nearest_shapes(axes, sizes, total)))
     if -1 in sizes:
         got = f"{named}: {product} does not divide {total} devices"
         near = f"{low} or {high}" if low else f"{high}"
-        fix = f"use {near} devices, or sizes whose product divides {total}"
+        fix = f"use the shape {shapes}, or {near} devices"
     else:
         got = f"{named} = {product}, and {total} devices"
-        even = times(even_sizes(axes, total))
-        fix = f"list {product} devices, or use a shape such as {even}"
+        fix = f"use the shape {shapes}, or list {product} devices"
     raise MeshShapeError("the shape does not hold the devices", got=got, fix=fix)
+
+
+def nearest_shapes(
+    axes: tuple[str, ...], sizes: Sequence[int], total: int, count: int = 2
+) -> list[tuple[int, ...]]:
+    """The shapes for a number of devices that are nearest to one for another number.
+
+    Axes that shard a model get powers of two, if there are such shapes. Of these, those
+    come first that keep the most sizes, then those whose sizes are the fewest times
+    larger or smaller.
+
+    Args:
+      axes: Names of axes.
+      sizes: The size of each; -1 may become any.
+      total: Number of devices.
+      count: How many shapes at most.
+
+    Example:
+      >>> nearest_shapes(("fsdp", "tp"), (3, 2), 64)
+      [(32, 2), (8, 8)]
+    """
+    if len(axes) > 4:  # too many products to compare
+        return [even_sizes(axes, total)]
+
+    def distance(shape: tuple[int, ...]) -> tuple[int, int, float, float]:
+        widths = [a for axis, a in zip(axes, shape, strict=True) if axis in MODEL_AXES]
+        pairs = [(a, b) for a, b in zip(shape, sizes, strict=True) if b != -1]
+        ratios = [abs(math.log(a / b)) for a, b in pairs]
+        return (
+            sum(size & (size - 1) != 0 for size in widths),
+            sum(a != b for a, b in pairs),
+            round(sum(ratios), 6),  # many shapes are equally far but for rounding
+            max(ratios, default=0),
+        )
+
+    return heapq.nsmallest(count, _products(total, len(axes)), key=distance)
+
+
+def _products(total: int, length: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of positive numbers with a product."""
+    if length == 1:
+        yield (total,)
+        return
+    for low in range(1, math.isqrt(total) + 1):
+        for first in {low, total // low} if total % low == 0 else ():
+            yield from (
+                (first, *rest) for rest in _products(total // first, length - 1)
+            )
 
 
 def times(sizes: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from typing import NoReturn
 import jax
 
 from tessera.errors import BackendStartedError, DeviceCountError
+from tessera.foundations.device_grid import nearest_shapes
 from tessera.foundations.simulated_devices import check_cpu_devices, simulate_devices
 from tessera.jax_compat import jaxprs
 from tessera.train.runtime.rank_consistency import difference_error, differences
@@ -84,8 +85,10 @@ def prepare_devices(
     number = f"{used} of {count}" if used < count else f"{used}"
     processes = f" in {num_processes} processes" if num_processes > 1 else ""
     if found != "cpu":
-        kind = devices[0].device_kind
-        return f"{number} {found.upper()} devices{processes} ({kind})"
+        line = f"{number} {found.upper()} devices{processes} ({devices[0].device_kind})"
+        if used == count or axes is None:
+            return line
+        return f"{line}; model.mesh_shape={_shapes(axes, count)} takes all of them"
     if used == 1:
         return "one CPU device"
     return (
@@ -173,8 +176,12 @@ def _start_backend(platform: str) -> list[jax.Device]:
 
 
 def _other_mesh(axes: Mapping[str, int] | None, count: int) -> str:
-    names = ",".join(axes or ("fsdp",))
-    return (
-        f"use a model.mesh_shape of {count} devices over [{names}]; a size of -1 takes "
-        "what there is"
-    )
+    axes = axes or {"fsdp": -1}
+    return f"use model.mesh_shape={_shapes(axes, count)}; -1 takes what there is"
+
+
+def _shapes(axes: Mapping[str, int], count: int) -> str:
+    """The nearest meshes of all devices, as the setting is written."""
+    names = ",".join(axes)
+    shapes = nearest_shapes(tuple(axes), tuple(axes.values()), count)
+    return " or ".join(f"[[{','.join(map(str, s))}],[{names}]]" for s in shapes)

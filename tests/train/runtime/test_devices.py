@@ -171,6 +171,10 @@ def four_gpus(monkeypatch):
 def test_accelerators_are_named_with_their_kind():
     assert prepare_devices(4) == "4 GPU devices (NVIDIA H200)"
     assert prepare_devices(2, "gpu") == "2 of 4 GPU devices (NVIDIA H200)"
+    assert prepare_devices(3, axes={"fsdp": 3, "tp": 1}) == (
+        "3 of 4 GPU devices (NVIDIA H200); model.mesh_shape=[[4,1],[fsdp,tp]] or "
+        "[[2,2],[fsdp,tp]] takes all of them"
+    )
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -180,7 +184,7 @@ def test_too_few_accelerators_are_an_error_that_says_how_many_there_are():
     assert str(caught.value) == (
         "[T702] the mesh takes 16 GPU devices\n"
         "  got: 4 on this machine (NVIDIA H200)\n"
-        "  fix: use a model.mesh_shape of 4 devices over [fsdp,tp]; a size of -1 takes "
+        "  fix: use model.mesh_shape=[[2,2],[fsdp,tp]] or [[4,1],[fsdp,tp]]; -1 takes "
         "what there is\n"
         "  fix: or simulate 16 CPU devices: runtime.platform=cpu\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T702.html"
