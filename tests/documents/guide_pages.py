@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code blocks of a page in ``docs/guides``, by the heading that they are under."""
 
-import linecache
 import re
 from pathlib import Path
 from typing import Any
+
+from tests.documents import shown_output
 
 GUIDES = Path(__file__).parents[2] / "docs/guides"
 
@@ -25,10 +26,6 @@ def blocks(text: str, language: str = "python") -> list[str]:
 
 def run(page: str, heading: str, namespace: dict[str, Any]) -> None:
     """Execute the Python blocks under a heading, as they are."""
-    found = blocks(section(page, heading))
-    assert found, heading
-    for number, block in enumerate(found):
-        # Control flow is converted from the source, which is looked up here.
-        name = f"<{page}: {heading} {number}>"
-        linecache.cache[name] = (len(block), None, block.splitlines(True), name)
-        exec(compile(block, name, "exec"), namespace)
+    text = section(page, heading)
+    assert blocks(text), heading
+    shown_output.run(text, GUIDES / page, namespace)
