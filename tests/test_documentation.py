@@ -257,14 +257,34 @@ def test_the_readme_names_targets_that_exist():
         assert named <= targets, page.name
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ERROR_PAGES], ids=lambda page: page.stem)
-def test_a_link_to_a_file_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+def anchors(page: Path) -> set[str]:
+    """What a link to a page may have after ``#``: its headings and its labels."""
+    text = without_fences(page)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", one.lower()) for one in headings}
+    labels = re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE)
+    return {slug.replace(" ", "-") for slug in slugs} | {*labels}
+
+
+def without_fences(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *ERROR_PAGES, ROOT / "CONTRIBUTING.md"],
+    ids=lambda page: page.stem,
+)
+def test_a_link_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", without_fences(page))
+    for target, anchor in links:
         if target.startswith("/_generated/"):  # made when the site is built
             name = target.rpartition("/")[2]
             assert name in generated("figures").FIGURES
-        else:
-            assert (page.parent / target).exists(), target
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
 def test_the_index_of_decisions_has_each_of_them():
