@@ -30,6 +30,7 @@ _COMMANDS = {
     "train": "train a model; --help lists every setting",
     "launch": "start a program in several processes",
     "export": "write the weights of a run for others to load",
+    "push": "upload an exported folder to the Hugging Face Hub",
     "generate": "continue prompts with a trained model",
     "plan": "choose the layout of a run for a machine",
     "report": "write what runs did as a page of HTML",

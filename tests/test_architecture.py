@@ -177,6 +177,7 @@ def test_every_library_that_is_imported_is_declared():
             *project["dependencies"],
             *project["optional-dependencies"]["train"],
             *project["optional-dependencies"]["tokenizers"],
+            *project["optional-dependencies"]["hub"],
         )
     }
     distributions = packages_distributions()
@@ -209,7 +210,7 @@ def test_a_set_of_versions_pins_every_library_that_is_declared(python):
         *project["dependencies"],
         *(
             line
-            for extra in ("train", "tokenizers", "dev", "docs")
+            for extra in ("train", "tokenizers", "hub", "dev", "docs")
             for line in extras[extra]
         ),
     ):

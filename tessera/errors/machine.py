@@ -104,3 +104,9 @@ class WrongValuesError(TesseraError, ValueError):
 
     code = "T716"
     exit_code = 74
+
+
+class HubError(TesseraError, ValueError):
+    """The Hugging Face Hub does not give, or take, what a name says."""
+
+    code = "T719"

@@ -27,6 +27,7 @@ from tessera.train.checkpoints.tokenizer_files import tokenizer_files
 from tessera.train.config.config_schema import settings_of_text
 from tessera.train.config.layout_checks import build_model
 from tessera.train.config.run_config import Config
+from tessera.train.files.hub import local_path
 from tessera.train.models.definition import ModelOptions
 from tessera.train.models.families.published_files import GENERATION_FILE, Published
 from tessera.train.models.families.registry import (
@@ -130,7 +131,7 @@ def _check_adapters(config: Config) -> None:
             got=", ".join(sorted(trained)),
             fix="use --format=hf, which writes all weights with the adapters in them",
         )
-    base = Path(config.training.init_from or "")
+    base = Path(local_path(config.training.init_from or ""))
     if not (base / CONFIG_FILE).is_file():
         return
     values = read_config_file(base)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.tokenization import load_tokenizer
 from tessera.train.data.tokenizer_folder import TOKENIZER_FILE, TOOL_TEMPLATE
+from tessera.train.files.hub import local_path
 from tessera.train.models.families.published_files import GENERATION_FILE
 
 # A tokenizer's own file, and what tokenizers of Hugging Face have beside it.
@@ -45,7 +46,7 @@ def tokenizer_files(
     name = data.tokenizer_name
     separator = load_tokenizer(name).separator
     tokens = {"bos_token_id": separator, "eos_token_id": separator}
-    path = Path(name).expanduser()
+    path = Path(local_path(name)).expanduser()
     if name == "bytes":
         return tokens, {}
     folder = path if path.is_dir() else path.parent

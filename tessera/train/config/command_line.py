@@ -25,6 +25,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tessera.errors import (
     OutputPathError,
+    SettingConflictError,
     SettingValueError,
     TesseraError,
     UnknownModelError,
@@ -35,6 +36,7 @@ from tessera.errors import (
 from tessera.errors.untrusted_text import printable
 from tessera.train.config.config_schema import as_text, schema, settings_of, typed
 from tessera.train.config.help_text import usage
+from tessera.train.config.hub_settings import HubCommits, check_model
 from tessera.train.config.model_tokenizer import tokenizer_notes, tokenizer_of
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.overrides import (
@@ -55,6 +57,7 @@ from tessera.train.config.setting_fields import (
     walk,
 )
 from tessera.train.config.settings_checks import check
+from tessera.train.files.hub import MODEL_FILES, HubName, is_hidden_by_path
 from tessera.train.models.definition import (
     DECODER,
     ModelDefinition,
@@ -175,16 +178,20 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
             parsed.append(parse(text))
     choices = {o.key_or_group: str(o.value()) for o in parsed if is_choice(o)}
     files = _files(config_dir)
-    model = _Model(definition_of(DECODER))
+    model, commits = _Model(definition_of(DECODER)), HubCommits(parsed)
     if (name := choices.get("model", "")) not in files["model"]:
-        model = _own_model(name) or model
+        model = _own_model(name, commits) or model
     if model.values is not None:
         choices["model"] = _OWN
         files["model"].append(_OWN)
+    data_path = _own_data(choices, parsed)
     raise_all([*errors, *_unknown_files(choices, files)])
     config = _compose_files(choices, config_dir, model)
+    if data_path is not None:
+        config.data.path = data_path
     settings_overrides = [each for each in parsed if not is_choice(each)]
     errors += _override(config, settings_overrides, model)
+    errors += commits.pin_settings(config)
     try:
         settings, output_dir = _values(config, model)
         settings.data.tokenizer = tokenizer_of(settings, model.weights)
@@ -246,23 +253,55 @@ def _check_output(folder: str) -> Iterator[TesseraError]:
         )
 
 
-def _own_model(name: str) -> _Model | None:
-    """A folder, which has a slash in its path, or a registered model."""
+def _own_model(name: str, commits: HubCommits) -> _Model | None:
+    """A folder, which has a slash in its path, one of the Hub, or a registered model.
+
+    The weights of a model of the Hub are downloaded once they are needed.
+    """
     if "/" in name:
-        folder = Path(os.path.expanduser(name))
+        folder, notes = Path(os.path.expanduser(name)), list[str]()
+        label, weights = folder.resolve().name, str(folder)
+        if hub := HubName.find(name):
+            check_model(hub, "model")
+            hub = commits.pin(hub)
+            folder, weights = hub.download(MODEL_FILES), str(hub)
+            label = hub.repo.partition("/")[2]
+            notes = [f"model={name} is {weights}"]
+        elif is_hidden_by_path(name):
+            notes = [f"model={name} is the folder here, not a model of the Hub"]
         values = read_config_file(folder)
         config = family_of(values).config(values)
-        sizes = {"name": folder.resolve().name, **asdict(config)}
-        notes = tuple(
+        sizes = {"name": label, **asdict(config)}
+        notes += [
             f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
             for key in ignored_keys(values)
-        )
+        ]
         texts = published_texts(folder)
-        return _Model(definition_of(DECODER), sizes, str(folder), notes, texts)
+        return _Model(definition_of(DECODER), sizes, weights, tuple(notes), texts)
     if (definition := registered_model(name)) is None:
         return None
     values = {"name": definition.label, "definition": definition.name}
     return _Model(definition, values)
+
+
+def _own_data(choices: dict[str, str], overrides: Sequence[Override]) -> str | None:
+    """The ``data.path`` of ``data=<path or data set of the Hub>``, if it is one.
+
+    Raises:
+      SettingConflictError: [T507] ``data.path`` is given, too.
+      SettingValueError: [T502] it begins with ``hf://``, and names no repository.
+    """
+    name = choices.get("data", "")
+    if "/" not in name:
+        return None
+    if paths := [o.input_line for o in overrides if o.key_or_group == "data.path"]:
+        raise SettingConflictError(
+            "data= and data.path both name the data",
+            got=f"data={name} {paths[0]}",
+            fix=f"leave one out: data={name}, or data=text {paths[0]}",
+        )
+    choices["data"] = "text"
+    return str(HubName.find(name, is_dataset=True) or name)
 
 
 def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
@@ -328,10 +367,11 @@ def _unknown_files(
 ) -> Iterator[TesseraError]:
     for group, name in choices.items():
         if name not in files[group]:
+            here = f"write {group}=./{name} for what is here" * os.path.exists(name)
             yield _UNKNOWN.get(group, SettingValueError)(
                 f"there is no {group} {name!r}",
                 got=f"{group}={name}",
-                fix=did_you_mean(name, files[group]),
+                fix=here or did_you_mean(name, files[group]),
             )
 
 

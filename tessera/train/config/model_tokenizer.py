@@ -6,6 +6,7 @@ import os
 
 from tessera.train.config.run_config import Config
 from tessera.train.data.tokenizer_folder import TOKENIZER_FILE
+from tessera.train.files.hub import PREFIX, local_path
 from tessera.train.models.families.registry import CONFIG_FILE
 
 
@@ -26,7 +27,10 @@ def tokenizer_notes(config: Config, folder: str | None) -> list[str]:
     name, weights = config.data.tokenizer, _folder_of_weights(config, folder)
     if name is None or weights is None:
         return []
-    own, chosen = os.path.join(weights, TOKENIZER_FILE), os.path.expanduser(name)
+    if name == weights:
+        return []
+    own = os.path.join(local_path(weights), TOKENIZER_FILE)
+    chosen = os.path.expanduser(local_path(name))
     if os.path.isdir(chosen):
         chosen = os.path.join(chosen, TOKENIZER_FILE)
     if not os.path.isfile(own) or _is_same(own, chosen):
@@ -45,6 +49,8 @@ def _folder_of_weights(config: Config, folder: str | None) -> str | None:
     given = config.training.init_from or folder
     if given is None:
         return None
+    if given.startswith(PREFIX):
+        return given
     path = os.path.expanduser(given)
     path = path if os.path.isdir(path) else os.path.dirname(path) or "."
     return path if os.path.isfile(os.path.join(path, CONFIG_FILE)) else None

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
-from tessera.errors import SettingValueError
+from tessera.errors import SettingConflictError, SettingValueError, TesseraError
 from tessera.train.config.setting_fields import (
     MOST_COUNT,
     Conflict,
     broken,
+    collected,
     problems_of,
     raise_all,
     setting,
 )
+from tessera.train.files.hub import HubName
 
 SOURCES = ("stdlib", "text", "mixture", "synthetic")
 FORMATS = ("auto", "text", "jsonl")
@@ -45,12 +47,14 @@ class SourceConfig:
     """One source of ``data=mixture``.
 
     Attributes:
-      path: A file, a folder or a glob.
+      path: As data.path.
       weight: Its part of the training rows, relative to the weights of the others.
       format: As data.format.
       text_key: As data.text_key.
       messages_key: As data.messages_key.
       loss_on: As data.loss_on.
+      split: As data.split.
+      subset: As data.subset.
     """
 
     path: str = ""
@@ -59,6 +63,8 @@ class SourceConfig:
     text_key: str = "text"
     messages_key: str = ""
     loss_on: str = setting("all", choices=LOSS_ON)
+    split: str | None = None
+    subset: str | None = None
 
     def as_text(self, config: "DataConfig") -> "DataConfig":
         """The same source as ``data=text``, with the other settings of ``config``."""
@@ -73,7 +79,10 @@ class DataConfig:
 
     Attributes:
       name: The source of the text.
-      path: For text: a file, a folder or a glob.
+      path: For text: a file, a folder or a glob; or of the Hub, as data=<name> sets it,
+        hf://datasets/<organization>/<name>[@<revision>][/<glob>].
+      split: For a data set of the Hub: which split of it; null is train.
+      subset: For a data set of the Hub: which of its configurations, if it has several.
       format: For text: how files are read; auto depends on the suffix, jsonl reads a
         JSON object from each line, text reads all bytes as they are.
       text_key: For JSON lines and tables: the key of the text.
@@ -95,6 +104,8 @@ class DataConfig:
 
     name: str = setting("stdlib", choices=SOURCES)
     path: str = ""
+    split: str | None = None
+    subset: str | None = None
     format: str = setting("auto", choices=FORMATS)
     text_key: str = "text"
     messages_key: str = ""
@@ -115,7 +126,7 @@ class DataConfig:
 
 # Settings that a source does not read, and then those that files do not.
 _UNREAD: Final = (
-    Conflict("name!=text", "path format text_key messages_key loss_on"),
+    Conflict("name!=text", "path split subset format text_key messages_key loss_on"),
     Conflict("name=synthetic", "tokenizer num_workers cache_dir"),
     Conflict("name!=mixture", "sources"),
     Conflict("name!=synthetic", "synthetic"),
@@ -161,7 +172,31 @@ def check(config: DataConfig) -> None:
                     fix=f"add {group}.path=<a file, a folder or a glob>",
                 )
             )
+        with collected(problems):
+            problems += _hub_problems(each, group)
     raise_all(problems)
+
+
+def _hub_problems(
+    config: DataConfig | SourceConfig, group: str
+) -> Iterator[TesseraError]:
+    """Whether the path is of a data set, where it is of the Hub; and what needs one."""
+    name, got = HubName.parse(config.path), f"{group}.path={config.path}"
+    if name is not None and not name.is_dataset:
+        yield SettingValueError(
+            f"{group}.path names a model",
+            got=got,
+            fix=f"write hf://datasets/{name.repo} for a data set",
+        )
+    if name is not None and not name.files:
+        return
+    for setting_name in ("split", "subset"):
+        if value := getattr(config, setting_name):
+            yield SettingConflictError(
+                f"{group}.{setting_name} is of a whole data set of the Hub",
+                got=f"{group}.{setting_name}={value} {got}",
+                fix="leave it out: the path says which files are read",
+            )
 
 
 def _source_names(config: DataConfig) -> Iterator[SettingValueError]:

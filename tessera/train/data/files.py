@@ -32,8 +32,10 @@ from tessera.train.data.file_ranges import (
     divide,
     split,
 )
+from tessera.train.data.hub_files import download_files
 from tessera.train.data.records import not_text
 from tessera.train.data.table_files import PARQUET
+from tessera.train.files.hub import PREFIX, HubName
 from tessera.train.files.regular_files import is_kernel_file
 
 TEXT_SUFFIXES: Final = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson")
@@ -99,17 +101,28 @@ def units_of(config: DataConfig) -> tuple[list[Unit], list[Unit]]:
       EmptyDataError: [T602] there are no text files.
       DataFormatError: [T606] a file has another format.
       SettingConflictError: [T507] a setting has no effect on these files.
+      HubError: [T719] the Hub does not give the data set.
     """
     if config.name == "stdlib":
         files = list_stdlib()
     else:
-        files = list_files(config.path, config.format)
+        if config.path.startswith(PREFIX):
+            files = _of_hub(config)
+        else:
+            files = list_files(config.path, config.format)
         _check_keys(config, files)
     train, validation = split(files, config.validation_fraction)
     return (
         [part for unit in train for part in divide(unit)],
         [part for unit in validation for part in divide(unit)],
     )
+
+
+def _of_hub(config: DataConfig) -> list[Unit]:
+    """The files of a data set of the Hub, by their paths in it."""
+    folder, paths = download_files(config.path, config.split, config.subset)
+    units = [Unit(path.relative_to(folder).as_posix(), path) for path in paths]
+    return [replace(unit, format=_format(unit, config.format)) for unit in units]
 
 
 def _check_keys(config: DataConfig, files: list[Unit]) -> None:
@@ -168,7 +181,8 @@ def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
     raise DataNotFoundError(
         f"there is no data at {path!r}",
         got=got,
-        fix="set data.path to a file, a folder or a glob that exists",
+        fix="set data.path to a file, a folder or a glob that exists"
+        + (f"; of the Hub it is data={path}" if HubName.find(path) else ""),
     )
 
 

@@ -24,6 +24,7 @@ from tessera.train.data.tokenizer_folder import (
     folder_files,
     read_folder,
 )
+from tessera.train.files.hub import local_path
 from tessera.train.files.regular_files import check_regular, read_regular
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -240,7 +241,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     try:
-        path = Path(name).expanduser()
+        path = Path(local_path(name)).expanduser()
         if path.is_dir():
             path = _file_in(path)
         if exists := path.is_file():
@@ -263,8 +264,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise TokenizerError(
             f"the tokenizer file {name!r} does not exist",
             got=f"no file at {path.absolute()}{why}",
-            fix="set data.tokenizer to a file on this machine, or use bytes; nothing "
-            "is downloaded",
+            fix="set data.tokenizer to a file on this machine, to a model of the Hub "
+            "(hf://<organization>/<name>), or to bytes",
         )
     return JsonTokenizer(path)
 
@@ -273,7 +274,7 @@ def tokenizer_files(name: str) -> list[Path]:
     """The files whose content decides the ids of ``data.tokenizer``."""
     if name == "bytes":
         return []
-    path = Path(name).expanduser()
+    path = Path(local_path(name)).expanduser()
     path = _file_in(path) if path.is_dir() else path
     return [path, *folder_files(path)]
 

@@ -29,6 +29,7 @@ from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.data import Corpus, load
 from tessera.train.data.tokenization import tokenizer_fingerprint
 from tessera.train.data.vocabulary import check_tokens
+from tessera.train.files.hub import PREFIX
 from tessera.train.loop import optimizer_offload
 from tessera.train.loop.device_checks import (
     check_compilable,
@@ -321,17 +322,20 @@ class Run:
           DeviceCountError: [T702] the mesh has too many devices to compile for here.
           DeviceMemoryError: [T509] the devices do not hold the state.
         """
+        training = self.config.training
         # A size of -1 is known only now.
         raise_all([*numerics_problems(self.config, self.mesh.shape)])
         check_compilable(self.mesh)
-        if self.config.training.precision.fp8:
+        if training.precision.fp8:
             check_fp8(self.mesh)
         self.model.layouts(self.mesh)
-        if self.config.training.init_from is not None:
-            check_weights(self.config.training.init_from, self.model)
+        begins_with, is_dry = self.config.training.init_from, training.dry_run
+        # A dry run downloads no weights.
+        if begins_with and not (is_dry and begins_with.startswith(PREFIX)):
+            check_weights(begins_with, self.model)
         if self.step_config.offload_optimizer:
             optimizer_offload.check_host_memory(self.mesh)
-        if not (self.config.training.dry_run or self.mesh.is_abstract):
+        if not (is_dry or self.mesh.is_abstract):
             check_state_fits(self.abstract_state, self.mesh)
 
     def load_data(self) -> Corpus:

@@ -10,6 +10,7 @@ from tessera.train.checkpoints.choose_checkpoint import choose_start
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.config.command_line import Composed
 from tessera.train.config.layout_checks import target_of
+from tessera.train.files.hub import local_path
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
 from tessera.train.loop.folder_lock import FolderLock
@@ -49,6 +50,7 @@ def _published(composed: Composed, checkpoint: Checkpoint | None) -> Mapping[str
         return composed.published
     if checkpoint is not None:
         return checkpoint.metadata.published
+    path = path and local_path(path)
     return published_texts(path) if path and Path(path).is_dir() else {}
 
 

@@ -38,6 +38,7 @@ from tessera.train.data.tokenization import (
 from tessera.train.data.tokenizer_folder import TOKENIZER_FILE
 from tessera.train.data.vocabulary import check_tokens
 from tessera.train.files.bounded_yaml import parse_yaml
+from tessera.train.files.hub import WEIGHT_FILES, local_path
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.definition import ModelOptions, import_module
 from tessera.train.models.families.published_files import Published, read_published
@@ -123,8 +124,8 @@ def open_trained(path: str | Path, modules: Sequence[str] = ()) -> TrainedModel:
     """What is at a path; no parameter is read yet.
 
     Args:
-      path: The folder of a run, of its checkpoints, or of one of them; or a folder of
-        Hugging Face.
+      path: The folder of a run, of its checkpoints, or of one of them; a folder of
+        Hugging Face; or, if there is none, ``organization/name[@revision]`` of the Hub.
       modules: Imported first: those that register the model of the run. What a run's
         own files name is never imported.
 
@@ -134,10 +135,11 @@ def open_trained(path: str | Path, modules: Sequence[str] = ()) -> TrainedModel:
       CheckpointMismatchError: [T802] the checkpoint is of a newer Tessera.
       ModelFolderError: [T806] the folder's ``config.json`` cannot be used.
       TokenizerError: [T605] there is no tokenizer, or it cannot be read.
+      HubError: [T719] the Hub does not give it.
     """
     for module in modules:
         import_module(module)
-    path = Path(path).expanduser()
+    path = Path(local_path(path, WEIGHT_FILES, bare=True)).expanduser()
     return _folder(path) if os.path.isfile(path / "config.json") else _checkpoint(path)
 
 

@@ -21,6 +21,7 @@ from tessera.errors import WeightFileError
 from tessera.foundations.dtypes import as_dtype
 from tessera.foundations.tree import Tree, named_leaves, nest
 from tessera.mesh import Mesh
+from tessera.train.files.hub import WEIGHT_FILES, local_path
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.families.family import Tensor
 from tessera.train.models.families.published_files import (
@@ -146,7 +147,8 @@ def from_pretrained(
     """The model of a Hugging Face folder, and its parameters on a mesh.
 
     Args:
-      folder: Has ``config.json``, and one or many safetensors files.
+      folder: Has ``config.json``, and one or many safetensors files. Without such a
+        folder, ``organization/name[@revision]`` is downloaded from the Hub.
       mesh: Where to put the parameters; None is the default device.
       dtype: What to round them to, such as ``"bf16"``; None is float32.
 
@@ -154,7 +156,9 @@ def from_pretrained(
       ModelFolderError: [T806] its ``config.json`` cannot be used.
       WeightFileError: [T805] its tensors are not those of the model.
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
+      HubError: [T719] the Hub does not give it.
     """
+    folder = local_path(folder, WEIGHT_FILES, bare=True)
     model = DecoderModel(ModelFolder(folder).config)
     return model, import_weights(folder, model, mesh, dtype=dtype)
 
@@ -224,8 +228,10 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFold
     Raises:
       WeightFileError: [T805] it is malformed or does not; lists every difference.
       ModelFolderError: [T806] the folder's ``config.json`` is of another model.
+      HubError: [T719] the Hub does not give what ``hf://…`` names.
     """
     source: SafetensorsFile | ModelFolder
+    path = local_path(path, WEIGHT_FILES)
     if os.path.isdir(path):
         source = ModelFolder(path)
         source.check_config(model.config)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.errors import ModelFolderError, OutputPathError
+from tessera.train.files.hub import HubName
 from tessera.train.models.families.family import Tensor
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.families.registry import CONFIG_FILE, family_for
@@ -87,7 +88,8 @@ def write_adapters(
       config: See ``write_folder``.
       layouts: The parameters, and the dtype that each is written in.
       read: See ``write_folder``.
-      base: The folder or name of the weights that the adapters are for, if it is known.
+      base: The weights that the adapters are for, if that is known: a folder, or
+        ``hf://…``, of which the repository and the revision are written.
 
     Returns:
       Bytes of the adapters.
@@ -112,11 +114,12 @@ def write_adapters(
             got="model.lora.rank=0",
             fix="use --format=hf, which writes all weights",
         )
-    lora = config.lora
+    lora, name = config.lora, HubName.parse(base or "")
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name.repo if name else base,
+        "revision": name and name.revision,
         "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank,
         "target_modules": [*config.lora_targets],

@@ -44,7 +44,8 @@ _MEANINGS: Final = {
     ),
     "configuration": (
         "the ranks have different configurations",
-        "start all of them with the same files and arguments",
+        "start all of them with the same files and arguments; where names of the Hub "
+        "have other commits, write the commit: <organization>/<name>@<commit>",
     ),
     "code": (
         "the ranks run different code",

@@ -106,8 +106,8 @@ def test_a_missing_file_is_not_downloaded(tmp_path):
     assert str(caught.value) == (
         f"[T605] the tokenizer file '{tmp_path}/gemma.json' does not exist\n"
         f"  got: no file at {tmp_path}/gemma.json\n"
-        "  fix: set data.tokenizer to a file on this machine, or use bytes; nothing is "
-        "downloaded\n"
+        "  fix: set data.tokenizer to a file on this machine, to a model of the Hub "
+        "(hf://<organization>/<name>), or to bytes\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
