@@ -2,7 +2,7 @@
 """The ``tessera`` command, whose subcommands are listed by ``tessera --help``.
 
     tessera train model=tiny training.steps=100
-    tessera launch --nprocs=2 tessera train 'model.mesh_shape=[[2],[fsdp]]'
+    tessera launch --nprocs=2 train 'model.mesh_shape=[[2],[fsdp]]'
 
 ``python -m tessera`` is the same. A subcommand is imported once it is chosen, so that
 ``--help`` and ``--version`` import no JAX.

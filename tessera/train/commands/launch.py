@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a program in several processes: ``tessera launch --nprocs=4 …``.
+"""Start a program in several processes: ``tessera launch --nprocs=4 train …``.
 
-``tessera launch`` is the same. No module that the launcher uses imports JAX: the
+No module that the launcher uses imports JAX: the
 process that watches the others uses no device.
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ def _main(arguments: Sequence[str]) -> int:
     from tessera.train.runtime.launcher import Launcher
 
     plan = make_plan(arguments, os.environ)
+    if plan.shows_help:
+        return subprocess.call(plan.command)
     return Launcher(plan, os.environ).run()
 
 

@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from tessera.errors import ProcessLayoutError
+from tessera.errors import (
+    ProcessLayoutError,
+    SettingValueError,
+    UnknownSettingError,
+    did_you_mean,
+)
 from tessera.train.runtime.accelerators import find_accelerators
 from tessera.train.runtime.cluster import detect
 from tessera.train.runtime.launcher import LaunchPlan
@@ -22,12 +27,16 @@ _A_YEAR_S: Final = 31_536_000
 _DESCRIPTION: Final = """\
 Start a program in several processes of this machine, and end them together.
 
-  tessera launch --nprocs=4 run_training.py model=tiny
+  tessera launch --nprocs=4 train model=tiny
+  tessera launch --nprocs=4 my_script.py
 
 On a cluster, torchrun, Slurm, MPI or a Kubernetes JobSet starts the program instead.
 Without one, start the program itself once on each machine, with RANK, WORLD_SIZE and
 MASTER_ADDR exported.
 """
+_TESSERA: Final = module_command("tessera.__main__")
+# Those of ``tessera`` that several processes can run; a test compares them.
+_SUBCOMMANDS: Final = ("train", "export", "generate", "plan", "report", "doctor")
 _EXPORTED: Final = "RANK", "WORLD_SIZE", "MASTER_ADDR"
 
 
@@ -41,12 +50,17 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchPla
     Raises:
       ProcessLayoutError: [T704] this process already has a rank, of another launcher,
         or the variables of a run on several machines are exported.
+      UnknownSettingError: [T501] a word is no file and no subcommand of tessera.
+      SettingValueError: [T502] it is both.
       SystemExit: With code 2 if the options are wrong, with 0 after ``--help``.
     """
     options = _parser().parse_args(arguments)
     _check_alone(environ)
+    command = _command(options.program, options.arguments)
+    is_own = command[: len(_TESSERA)] == _TESSERA
     return LaunchPlan(
-        command=_command(options.program, options.arguments),
+        command=command,
+        shows_help=is_own and "--help" in options.arguments,
         num_ranks=options.nprocs or len(find_accelerators(environ)) or 1,
         max_restarts=options.max_restarts,
         grace=options.grace,
@@ -56,11 +70,24 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchPla
 def _command(name: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """What Python runs: a file, or the command tessera with one of its subcommands."""
     if name == "tessera":
-        return module_command("tessera.__main__", *arguments)
+        return (*_TESSERA, *arguments)
     is_file = Path(name).is_file() or Path(name, "__main__.py").is_file()
+    is_subcommand = name in _SUBCOMMANDS
+    if is_file and is_subcommand:
+        raise SettingValueError(
+            f"{name!r} is a program in this folder and a subcommand of tessera",
+            got=f"tessera launch {name}",
+            fix=f"write ./{name} for the program, or tessera {name}",
+        )
     if is_file or not name.isalpha():
         return (sys.executable, name, *arguments)
-    return module_command("tessera.__main__", name, *arguments)
+    if not is_subcommand:
+        raise UnknownSettingError(
+            f"{name!r} is no file here, and no subcommand of tessera",
+            got=f"tessera launch {name}",
+            fix=did_you_mean(name, _SUBCOMMANDS),
+        )
+    return (*_TESSERA, name, *arguments)
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:

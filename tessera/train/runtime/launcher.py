@@ -69,12 +69,14 @@ class LaunchPlan:
       num_ranks: Ranks to start here.
       max_restarts: How often to start all ranks again after a failure.
       grace: Seconds from asking a rank to end to killing it.
+      shows_help: Whether the program only shows its help, which one process can do.
     """
 
     command: tuple[str, ...]
     num_ranks: int
     max_restarts: int = 0
     grace: float = 30.0
+    shows_help: bool = False
 
 
 class Launcher:

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from tessera.errors import ProcessLayoutError
-from tessera.train.runtime.launch_options import make_plan
+from tessera.__main__ import _COMMANDS
+from tessera.errors import ProcessLayoutError, SettingValueError, UnknownSettingError
+from tessera.train.runtime.launch_options import _SUBCOMMANDS, make_plan
 from tessera.train.runtime.python_process import module_command
 from tests.train.runtime.test_cluster import KUBERNETES, OPEN_MPI, SLURM, TORCHRUN
 
@@ -25,17 +26,41 @@ def test_the_command_tessera_is_started_as_a_module():
     assert plan.command == expected
 
 
-def test_a_subcommand_is_started_as_one_unless_there_is_a_program_of_its_name(
-    tmp_path, monkeypatch
-):
+def test_a_subcommand_is_started_as_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["--nprocs=2", "train", "model=tiny"]
     expected = module_command("tessera.__main__", "train", "model=tiny")
     assert make_plan(arguments, CPU).command == expected
     (tmp_path / "train").mkdir()  # data, perhaps
     assert make_plan(arguments, CPU).command == expected
-    (tmp_path / "train" / "__main__.py").touch()
-    assert make_plan(arguments, CPU).command == (sys.executable, "train", "model=tiny")
+    assert {*_SUBCOMMANDS} == {*_COMMANDS} - {"launch", "explain"}
+
+
+@pytest.mark.parametrize("file", ["train", "train/__main__.py"])
+def test_a_program_with_the_name_of_a_subcommand_has_to_be_told_from_it(
+    tmp_path, monkeypatch, file
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(SettingValueError) as error:
+        make_plan(["train", "model=tiny"], CPU)
+    assert error.value.fix == "write ./train for the program, or tessera train"
+    assert make_plan(["./train"], CPU).command == (sys.executable, "./train")
+    expected = module_command("tessera.__main__", "train")
+    assert make_plan(["tessera", "train"], CPU).command == expected
+
+
+def test_a_word_that_is_no_file_and_no_subcommand_is_refused_at_once():
+    with pytest.raises(UnknownSettingError) as error:
+        make_plan(["--nprocs=2", "trian"], CPU)
+    assert error.value.fix.startswith("did you mean 'train'?")
+
+
+def test_help_of_a_subcommand_is_shown_by_one_process():
+    assert make_plan(["--nprocs=2", "train", "model=a", "--help"], CPU).shows_help
+    assert not make_plan(["--nprocs=2", "train", "model=a"], CPU).shows_help
+    assert not make_plan(["--nprocs=2", "my.py", "--help"], CPU).shows_help
 
 
 def test_without_a_number_there_is_a_process_for_each_accelerator():
