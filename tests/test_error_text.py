@@ -49,7 +49,7 @@ def test_warnings_and_log_lines_too(capsys):
     for terminal in (False, True):
         with Console(None, stream=sys.stdout, terminal=terminal, width=200) as console:
             logging.getLogger("tessera").warning("%d%% of %s", 5, CLEAR)
-            console.show_run_table([("data", CLEAR)])
+            console.show_table("run", [("data", CLEAR)])
             console.show_validation(1, 2.0, {CLEAR: 1.0})
         shown = capsys.readouterr().out
         assert shown.count(SHOWN) == 3

@@ -93,14 +93,19 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
 
     # Not a terminal: plain lines, each with the time, and no color.
     assert "\x1b" not in seen
+    assert "weight_decay" not in seen  # what nobody set
     for said in (
-        "configuration\n  name: tiny\n  model:\n    name: tiny\n",
-        "one CPU device",
-        "standard library of Python",
+        "  model      tiny: 1,511,936 parameters\n",
+        "  weights    random, by training.seed=0\n",
+        "  data       standard library of Python",
+        "  devices    one CPU device\n",
+        "  mesh       fsdp × tp mesh, 1 × 1\n",
+        "  precision  float32\n",
+        "  batch      2 sequences of 32 tokens a step; 4 steps are ",
+        "  settings   training.steps=4 ",
         "compiling the step",
-        "  mesh               fsdp × tp mesh, 1 × 1\n",
-        "  parameters         1,511,936\n",
-        "  batch              2 sequences of 32 tokens in 1 microbatches\n",
+        "compiled in ",
+        "  memory per device  ",
         "step 1/4  loss ",
         "step 2/4  loss ",
         "step 4/4  loss ",
@@ -123,6 +128,8 @@ def test_a_run_shows_and_keeps_everything(tmp_path):
     shown = [line for line in seen.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
     logged = (folder / "train.log").read_text()
     assert all(line[9:] in logged for line in shown)
+    assert "\n  weight_decay: 0.1\n" in logged
+    assert "\nparameters         1,511,936\n" in logged
 
     *steps, validation = metrics(folder)
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
@@ -166,10 +173,9 @@ def test_a_mesh_on_cpu_is_simulated_and_its_communication_profiled(tmp_path):
         'model.mesh_shape=[[2,2],["fsdp","tp"]]',
         f"hydra.run.dir={folder}",
     )
-    assert (
-        "simulating 4 CPU devices: what they compute is right, how fast is not" in seen
-    )
-    assert "mesh               fsdp × tp mesh, 2 × 2\n" in seen
+    simulated = "simulating 4 CPU devices: what they compute is right, how fast is not"
+    assert simulated in " ".join(seen.split())
+    assert "  mesh       fsdp × tp mesh, 2 × 2\n" in seen
     *_, validation, profiled = metrics(folder)
     assert len(metrics(folder)) == 6
     assert "val_loss" in validation
@@ -201,8 +207,8 @@ def test_axes_come_in_any_order_and_one_size_is_inferred(tmp_path, capsys):
     assert run_from_command_line(train.run, given) == 0
     seen = capsys.readouterr().out
     assert "simulating 8 CPU devices" in seen
-    assert "mesh               tp × fsdp mesh, 2 × 4\n" in seen
-    assert "batch              8 sequences of 32 tokens" in seen
+    assert "  mesh       tp × fsdp mesh, 2 × 4\n" in seen
+    assert "  batch      8 sequences of 32 tokens a step" in seen
     assert re.search(r"sent per step +(fsdp|tp): .*; (fsdp|tp): ", seen)
     assert len(metrics(folder)) == 5
     assert "val_loss" in metrics(folder)[-1]

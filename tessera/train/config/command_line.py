@@ -91,6 +91,8 @@ class Composed:
       published: The text of the files of the folder ``model=<folder>``, by name, that
         an export of the run needs again.
       modules: Those of ``--module``, which were imported.
+      changed: What the command line changed, as one would write it: the files of
+        groups that it chose, and each setting that is not as its files have it.
     """
 
     config: Config
@@ -99,6 +101,7 @@ class Composed:
     notes: tuple[str, ...] = ()
     published: Mapping[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
     @property
     def flat(self) -> dict[str, str]:
@@ -177,6 +180,7 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         with collected(errors):
             parsed.append(parse(text))
     choices = {o.key_or_group: str(o.value()) for o in parsed if is_choice(o)}
+    chosen = dict(choices)
     files = _files(config_dir)
     model, commits = _Model(definition_of(DECODER)), HubCommits(parsed)
     if (name := choices.get("model", "")) not in files["model"]:
@@ -189,6 +193,7 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     config = _compose_files(choices, config_dir, model)
     if data_path is not None:
         config.data.path = data_path
+    before = _unresolved(config)
     settings_overrides = [each for each in parsed if not is_choice(each)]
     errors += _override(config, settings_overrides, model)
     errors += commits.pin_settings(config)
@@ -203,12 +208,29 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
 
         errors = layout_problems(settings)
     raise_all(errors)
-    notes = (*model.notes, *tokenizer_notes(settings, model.weights))
+    after = _unresolved(config)
     config.data.tokenizer = settings.data.tokenizer
     with open_dict(config):
         del config["hydra"]
-    folder = Path(output_dir)
-    return Composed(settings, as_text(config), folder, notes, model.published)
+    composed = Composed(
+        settings,
+        as_text(config),
+        Path(output_dir),
+        notes=(*model.notes, *tokenizer_notes(settings, model.weights)),
+        published=model.published,
+    )
+    # That model=<folder> names its weights is not said twice.
+    before["training.init_from"] = before["training.init_from"] or model.weights
+    changed = [f"{group}={name}" for group, name in chosen.items()]
+    for path, value in composed.flat.items():
+        if path not in before or before[path] != after[path]:
+            changed.append(f"{path}={value}")
+    return replace(composed, changed=tuple(changed))
+
+
+def _unresolved(config: DictConfig) -> dict[str, Any]:
+    """Every setting by its dotted path, with references as they are written."""
+    return dict(walk(OmegaConf.to_container(config, resolve=False)))
 
 
 def _override(

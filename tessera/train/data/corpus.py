@@ -52,12 +52,16 @@ class Source:
     def describe(self) -> list[tuple[str, str]]:
         """A few labels and texts for the log."""
         lines = [("data", self.title)]
-        if self.ignored:
-            ignored = "keys of its records: " + ", ".join(sorted(self.ignored))
+        if ignored := self.describe_ignored():
             lines.append(("not used", ignored))
         lines.append(("train", _sizes(self.train_rows)))
         lines.append(("validation", _sizes(self.validation_rows)))
         return lines
+
+    def describe_ignored(self) -> str:
+        """The keys of its records that are not used, or nothing."""
+        keys = ", ".join(sorted(self.ignored))
+        return keys and f"keys of the records of {self.name}: {keys}"
 
 
 def _sizes(rows: PackedRows) -> str:
@@ -222,28 +226,31 @@ class Corpus:
 
     def describe(self) -> str:
         """A few lines for the log: the tokenizer, the sources and their splits."""
-        between = "no separator"
-        if any(source.train_rows.stream.is_separated for source in self.sources):
-            between = f"separator {self.tokenizer.separator}"
-        unused = f", {self.num_unused_ids:,} of them not in the model's vocabulary"
         lines = [line for source in self.sources for line in source.describe()]
-        tokenizer = (
-            f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids"
-            f"{unused if self.num_unused_ids else ''}, {between}"
-        )
-        lines[1:1] = [("tokenizer", tokenizer)]
+        lines[1:1] = [("tokenizer", self.describe_tokenizer())]
         lines.append(("fingerprint", self.fingerprint))
         indent = "\n" + " " * 12
         return "\n".join(
             f"{label:<12}" + text.replace("\n", indent) for label, text in lines
         )
 
+    def describe_tokenizer(self) -> str:
+        """The tokenizer, its ids, and what stands between two documents."""
+        between = "no separator"
+        if any(source.train_rows.stream.is_separated for source in self.sources):
+            between = f"separator {self.tokenizer.separator}"
+        unused = f", {self.num_unused_ids:,} of them not in the model's vocabulary"
+        return (
+            f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} ids"
+            f"{unused if self.num_unused_ids else ''}, {between}"
+        )
+
     def describe_epochs(self, num_rows: int) -> str:
-        """How often training on ``num_rows`` rows reads each source, for the log."""
+        """How often training on ``num_rows`` rows reads each source."""
         total = sum(source.weight for source in self.sources)
-        return "epochs      " + ", ".join(
-            f"{num_rows * source.weight / total / len(source.train_rows):.3g} of "
-            f"{source.name}"
+        return ", ".join(
+            f"{num_rows * source.weight / total / len(source.train_rows):.3g} epochs "
+            f"of {source.name}"
             for source in self.sources
         )
 

@@ -2,7 +2,8 @@
 """Shows a run on the terminal and writes ``train.log``.
 
 Lines go through Python's logging, logger ``tessera``. On a terminal a progress bar, by
-rich, takes the place of those that say how far the run is.
+rich, takes the place of those that say how far the run is. What a record has as its
+``detail`` is written to the file only, after its message.
 """
 
 import logging
@@ -11,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
-from textwrap import indent
+from textwrap import fill, indent
 from time import monotonic
 from traceback import format_exception
 from types import TracebackType
-from typing import TextIO
+from typing import Final, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, TextColumn
@@ -26,8 +27,7 @@ from tessera.errors.untrusted_text import printable
 
 log = logging.getLogger("tessera")
 
-# A record that a terminal has as its progress bar.
-_IN_BAR = {"in_bar": True}
+_WIDEST_TABLE: Final = 88
 
 
 class Console:
@@ -35,7 +35,7 @@ class Console:
 
     Args:
       log_file: ``train.log``; None writes none, as every process but the first does.
-      rank: This process's number. Only number 0 shows more than log records.
+      rank: This process's number. Only number 0 shows more than warnings.
       num_processes: With more than one, each line begins with ``[rank i]``.
       stream: Where to show it; None is standard output.
       terminal: Whether that is a terminal; None finds out.
@@ -75,10 +75,12 @@ class Console:
         if not self._on_terminal:
             seen = logging.StreamHandler(stream)
             seen.setFormatter(logging.Formatter(f"%(asctime)s {text}", "%H:%M:%S"))
+        if not self._is_first:
+            seen.setLevel(logging.WARNING)
         self._handlers: list[logging.Handler] = [seen]
         if log_file is not None:
             layout = logging.Formatter(
-                f"%(asctime)s %(levelname)s {text}", "%Y-%m-%d %H:%M:%S"
+                f"%(asctime)s %(levelname)s {text}%(detail)s", "%Y-%m-%d %H:%M:%S"
             )
             kept = logging.FileHandler(
                 log_file, encoding="utf-8", errors="backslashreplace"
@@ -113,18 +115,19 @@ class Console:
         level, log.propagate = self._before
         log.setLevel(level)  # which also forgets what was enabled meanwhile
 
-    def show_configuration(self, text: str) -> None:
-        """Show the resolved configuration, YAML."""
-        self._show("configuration", text)
-
-    def show_run_table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Show what is about to run: mesh, parameters, memory per device.
+    def show_table(
+        self, title: str, rows: Sequence[tuple[str, str]], detail: str = ""
+    ) -> None:
+        """Show what is about to run: model, data, mesh; what was compiled.
 
         Args:
+          title: The line above.
           rows: What it is, and how much.
+          detail: More lines, for the file only.
         """
-        wide = max(len(name) for name, _ in rows)
-        self._show("run", "\n".join(f"{name:{wide}}  {value}" for name, value in rows))
+        width = self._rich.width if self._on_terminal else _WIDEST_TABLE
+        text = table(rows, min(width, _WIDEST_TABLE) - 2)
+        self._show(title, text, detail and f"\n{detail}")
 
     def show_validation(
         self, step: int, loss: float, by_source: Mapping[str, float] | None = None
@@ -139,10 +142,11 @@ class Console:
         """Show what the model continues a prompt with."""
         self._show("sample", prompt + continuation)
 
-    def _show(self, title: str, text: str = "") -> None:
+    def _show(self, title: str, text: str = "", detail: str = "") -> None:
         if self._is_first:
             lines = indent(text.rstrip("\n"), "  ")
-            log.info("%s", f"{title}\n{lines}" if text else title)
+            shown = f"{title}\n{lines}" if text else title
+            log.info("%s", shown, extra={"detail": detail})
 
     @contextmanager
     def progress(self, num_steps: int, *, done: int = 0) -> Iterator["Progress"]:
@@ -165,9 +169,25 @@ class Console:
             yield Progress(num_steps, done, bar)
 
 
+def table(rows: Sequence[tuple[str, str]], width: int = _WIDEST_TABLE) -> str:
+    """Names and values in two columns; long values go on below themselves."""
+    wide = max(len(name) for name, _ in rows) + 2
+    return "\n".join(
+        fill(
+            f"{name:{wide}}{value}",
+            width,
+            subsequent_indent=" " * wide,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, value in rows
+    )
+
+
 def _escaped(record: logging.LogRecord) -> bool:
     """Escape what a terminal would obey: names of files and keys may be anybody's."""
     record.msg, record.args = printable(record.getMessage(), keep="\n\t"), None
+    record.detail = printable(getattr(record, "detail", ""), keep="\n\t")
     return True
 
 
@@ -186,6 +206,7 @@ class Progress:
         loss: float,
         tokens_per_second: float,
         others: Mapping[str, float] | None = None,
+        details: Mapping[str, float] | None = None,
     ) -> None:
         """Show the numbers of a step, and log them.
 
@@ -194,13 +215,19 @@ class Progress:
           loss: Nats per token.
           tokens_per_second: Of the whole mesh.
           others: More numbers, for the log line only.
+          details: More numbers, for the line in the file only.
         """
         left = _duration(self._seconds_left(step))
         text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {left} left"
-        more = "".join(f"  {name} {v:.4g}" for name, v in (others or {}).items())
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=text)
-        log.info("step %d/%d  %s%s", step, self._num_steps, text, more, extra=_IN_BAR)
+        more, detail = (
+            "".join(f"  {name} {v:.4g}" for name, v in (numbers or {}).items())
+            for numbers in (others, details)
+        )
+        # A terminal has it as its progress bar.
+        extra = {"in_bar": True, "detail": detail}
+        log.info("step %d/%d  %s%s", step, self._num_steps, text, more, extra=extra)
 
     def advance(self, step: int) -> None:
         """Move the bar between two updates; logs nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a run in a table before its first step, and prints a dry run."""
+"""Describes a run: what was set, then what was compiled; and prints a dry run."""
 
 import math
 from collections.abc import Sequence
@@ -9,23 +9,122 @@ import jax
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.mesh import Mesh
+from tessera.train.checkpoints.choose_checkpoint import Choice
+from tessera.train.config.command_line import Composed
+from tessera.train.config.optimizer_config import scaled_learning_rate
+from tessera.train.config.run_config import Config, data_parallel_groups
+from tessera.train.data.corpus import Corpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
 from tessera.train.models.model import Model
 from tessera.train.runtime.compile_cache import make_compile_cache
 
 
+def start_rows(
+    run: Run, corpus: Corpus, composed: Composed, choice: Choice, devices: str
+) -> list[tuple[str, str]]:
+    """What a run is about to do, in about ten rows; compiles nothing.
+
+    Args:
+      run: The run.
+      corpus: Its data.
+      composed: The command line that it came from.
+      choice: What it goes on from, and where it writes.
+      devices: What it runs on, in words.
+    """
+    settings, mesh = run.config, run.mesh
+    parameters = _parameters(run.model, " parameters")
+    rows = [
+        ("model", f"{settings.model.name}: {parameters}"),
+        ("weights", _weights(run, choice)),
+        ("data", _data(corpus)),
+        *(("not used", keys) for s in corpus.sources if (keys := s.describe_ignored())),
+        ("tokenizer", corpus.describe_tokenizer()),
+        ("devices", devices),
+        ("mesh", mesh.topology),
+        ("precision", _precision(settings)),
+    ]
+    if settings.training.eval_only:
+        rows.append(("batch", _batch(run)))
+    else:
+        steps = f"{settings.training.steps:,} steps"
+        epochs = corpus.describe_epochs(run.num_training_rows)
+        rows += [
+            ("batch", f"{_batch(run)} a step; {steps} are {epochs}"),
+            ("optimizer", _optimizer(settings, mesh)),
+        ]
+    changed = " ".join(composed.changed)
+    return [
+        *rows,
+        *(("note", note) for note in run.layout_notes()),
+        ("settings", f"{changed or 'the defaults'}; config.yaml has all"),
+        ("folder", str(choice.output_dir)),
+    ]
+
+
+def _weights(run: Run, choice: Choice) -> str:
+    training = run.config.training
+    if choice.checkpoint is not None:
+        return f"of step {choice.checkpoint.metadata.step:,}: {choice.checkpoint.path}"
+    if training.init_from is None:
+        return f"random, by training.seed={training.seed}"
+    return training.init_from + (", with new adapters" if run.model.adapters else "")
+
+
+def _data(corpus: Corpus) -> str:
+    """Each source and its size, in tokens."""
+    total = sum(source.weight for source in corpus.sources)
+    texts = []
+    for source in corpus.sources:
+        sizes = [
+            s.stream.num_tokens for s in (source.train_rows, source.validation_rows)
+        ]
+        share = f" ({source.weight / total:.1%})" if len(corpus.sources) > 1 else ""
+        texts.append(
+            f"{source.title}{share}: {sizes[0]:,} tokens, {sizes[1]:,} for validation"
+        )
+    return "; ".join(texts)
+
+
+def _precision(settings: Config) -> str:
+    precision = settings.training.precision
+    dtypes = {
+        "parameters": precision.parameters,
+        "computation": precision.computation
+        + (", fp8 matmuls" if precision.fp8 else ""),
+        "sums of gradients": precision.reduction,
+    }
+    if len({*dtypes.values()}) == 1:
+        return precision.computation
+    return "; ".join(f"{part} {dtype}" for part, dtype in dtypes.items())
+
+
+def _batch(run: Run) -> str:
+    """Sequences of a step, or of a batch of an evaluation."""
+    settings, training = run.config, run.config.training
+    tokens = f"sequences of {training.sequence_length:,} tokens"
+    if training.eval_only:
+        return f"{settings.rows_per_evaluation(run.mesh):,} {tokens}"
+    parts = training.gradient_accumulation_steps
+    microbatches = f" in {parts} microbatches" if parts > 1 else ""
+    return f"{settings.rows_per_step(run.mesh):,} {tokens}{microbatches}"
+
+
+def _optimizer(settings: Config, mesh: Mesh) -> str:
+    chosen = settings.optimizer
+    groups = data_parallel_groups(mesh.shape)
+    rate = scaled_learning_rate(
+        chosen.learning_rate, groups, chosen.scale_learning_rate
+    )
+    warmup = f"{chosen.warmup_steps:,} steps of warm-up, then {chosen.schedule}"
+    return f"{chosen.name}, learning rate {rate:g}: {warmup}"
+
+
 def run_rows(run: Run) -> list[tuple[str, str]]:
     """Mesh, parameters, batch and memory per device; compiles, allocates nothing."""
     settings, mesh = run.config, run.mesh
     memory, ledger = run.compiled.memory, run.compiled.collectives
-    training = settings.training
-    rows, unit = settings.rows_per_step(mesh), "step"
-    tokens = f"{training.sequence_length:,} tokens"
-    if training.eval_only:
-        rows, unit = settings.rows_per_evaluation(mesh), "batch"
-    else:
-        tokens += f" in {training.gradient_accumulation_steps} microbatches"
+    unit = "batch" if settings.training.eval_only else "step"
     state = inspect(run.abstract_state)
     sent = [
         f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
@@ -47,7 +146,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
         ),
         ("stored per device", _stored(run)),
         *(("recomputed", text) for text in run.model.remat_notes()),
-        ("batch", f"{rows:,} sequences of {tokens}"),
+        ("batch", _batch(run)),
         (
             "memory per device",
             f"{format_bytes(memory.peak)}: state and batch "
@@ -66,9 +165,10 @@ def _place(mesh: Mesh) -> str:
     return ", abstract" if mesh.is_abstract else ""
 
 
-def _parameters(model: Model) -> str:
+def _parameters(model: Model, noun: str = "") -> str:
     total, active = model.num_params, model.num_active_params
-    text = f"{total:,}" + (f", {active:,} for each token" if active < total else "")
+    text = f"{total:,}{noun}"
+    text += f", {active:,} for each token" if active < total else ""
     leaves = jax.tree.leaves(model.trained(model.abstract()))
     trained = sum(math.prod(leaf.shape) for leaf in leaves)
     return text + (f", {trained:,} of them trained" if model.frozen else "")
@@ -97,7 +197,7 @@ def dry_run(run: Run, notes: Sequence[str]) -> None:
     with Console(None) as console:
         for line in notes:
             log.info("%s", line)
-        console.show_run_table(run_rows(run))
+        console.show_table("run", run_rows(run))
         log.info("%s", dry_run_text(run))
 
 

@@ -27,12 +27,11 @@ Numbers: TypeAlias = dict[str, float]
 
 _log: Final = logging.getLogger("tessera")
 
-# Of the numbers that every step writes, those that the log shows beside the loss.
+# Of the numbers that every step writes, those that are shown beside the loss, and those
+# that train.log has as well.
 _SHOWN: Final = (
     "grad_norm",
     "learning_rate",
-    "step_seconds",
-    "data_wait_fraction",
     "mfu",
     "loss_scale",
     "loss_z",
@@ -40,6 +39,7 @@ _SHOWN: Final = (
     "router_balance_loss",
     "router_max_load",
 )
+_LOGGED: Final = ("step_seconds", "data_wait_fraction")
 
 
 class StepMetrics:
@@ -123,6 +123,7 @@ class StepMetrics:
                 loss=numbers["loss"],
                 tokens_per_second=numbers["tokens_per_second"],
                 others={name: numbers[name] for name in _SHOWN if name in numbers},
+                details={name: numbers[name] for name in _LOGGED},
             )
 
     def _mfu(self, seconds: float) -> float | None:

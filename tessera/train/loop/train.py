@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 
 from tessera.mesh import Mesh
 from tessera.train.checkpoints.checkpoint_folder import Checkpoint
@@ -12,7 +13,7 @@ from tessera.train.config.command_line import Composed
 from tessera.train.config.layout_checks import target_of
 from tessera.train.files.hub import local_path
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.console import Console, log
+from tessera.train.loop.console import Console, log, table
 from tessera.train.loop.folder_lock import FolderLock
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.profiling import Window
@@ -20,7 +21,7 @@ from tessera.train.loop.run_environment import join, prepare
 from tessera.train.loop.run_folder import open_run_folder
 from tessera.train.loop.run_records import description_of, recorded
 from tessera.train.loop.run_report import reported
-from tessera.train.loop.run_summary import dry_run, run_rows
+from tessera.train.loop.run_summary import dry_run, run_rows, start_rows
 from tessera.train.loop.training_loop import Callbacks, Trainer
 from tessera.train.models.families.published_files import published_texts
 from tessera.train.records.phases import PhaseClock
@@ -54,12 +55,23 @@ def _published(composed: Composed, checkpoint: Checkpoint | None) -> Mapping[str
     return published_texts(path) if path and Path(path).is_dir() else {}
 
 
+def _compile(run: Run, console: Console) -> list[tuple[str, str]]:
+    """Compile the step, and show what it takes: its memory, and what it sends."""
+    begin = perf_counter()
+    *others, memory, sent = rows = run_rows(run)
+    title = f"compiled in {perf_counter() - begin:.0f} s"
+    console.show_table(title, [memory, sent], table(others))
+    return rows
+
+
 def train(
     composed: Composed, here: Processes, lock: FolderLock, clock: PhaseClock
 ) -> None:
     """This process's part of the run, in a folder that is its own."""
     settings = composed.config
-    messages = [str(here.cluster), prepare(settings, here.count), *composed.notes]
+    devices = prepare(settings, here.count)
+    is_alone = here.count == 1 and not here.cluster.notes
+    messages = [*([] if is_alone else [str(here.cluster)]), *composed.notes]
     target = target_of(settings)
     run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
     run.check()
@@ -103,18 +115,16 @@ def train(
             published=_published(composed, choice.checkpoint),
         ) as checkpoints,
     ):
-        console.show_configuration(composed.text)
         for line in choice.warnings:
             log.warning("%s", line)
-        log.info("%s", "\n".join(messages))
-        log.info("%s", corpus.describe())
-        if not settings.training.eval_only:
-            log.info("%s", corpus.describe_epochs(run.num_training_rows))
+        for line in messages:
+            log.info("%s", line)
+        begins = start_rows(run, corpus, composed, choice, devices)
+        detail = f"{here.cluster}\n{corpus.describe()}\n{composed.text.rstrip()}"
+        console.show_table("run", begins, detail)
         log.info("compiling the step")
         here.watchdog.enter("compile")
-        rows = run_rows(run)
-        console.show_run_table(rows)
-        records.write("program", rows=rows)
+        records.write("program", run=begins, rows=_compile(run, console))
         if here.count > 1:
             here.compare("step", *run.step_fingerprint())
         here.watchdog.enter("startup")

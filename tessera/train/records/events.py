@@ -9,7 +9,7 @@ One JSON object a line, with ``time`` (seconds since 1970), ``attempt`` (from 0)
 | --- | --- |
 | start | process_start, resumed_step, mesh, num_devices, device_kind, versions, … |
 | phase | phase, seconds; of steps also first_step, last_step, data_seconds |
-| program | rows: what the log says of the compiled step, as pairs |
+| program | run: what was set, rows: what was compiled; both as pairs of texts |
 | ranks | step, seconds: own work of a step, by rank; waiting_seconds |
 | sample | step, prompt, text |
 | warning | message |

@@ -242,6 +242,22 @@ def test_cfg_job_shows_the_configuration_and_runs_nothing(capsys):
     assert out == composed("training.steps=5").text
 
 
+def test_what_the_command_line_changed_is_known_with_its_values():
+    assert composed().changed == ()
+    made = composed(
+        *("model=moe_tiny", "training.steps=300", "training.log_every=5"),
+        *("training.validate_every='${training.log_every}'", "model.num_layers=8"),
+        "training.sample_prompt='a b'",
+    )
+    # Not that of steps, which is the default.
+    assert made.changed == (
+        *("model=moe_tiny", "model.num_layers=8", "training.log_every=5"),
+        *("training.validate_every=5", "training.sample_prompt='a b'"),
+    )
+    mixture = composed("data=mixture", "data.sources={a: {path: b}}").changed
+    assert mixture[:2] == ("data=mixture", "data.sources.a.path=b")
+
+
 def test_help_names_every_setting_in_eighty_columns(capsys):
     code, out, _, calls = seen(capsys, "--help", "optimizer=lion", "training.steps=7")
     assert (code, calls) == (0, [])

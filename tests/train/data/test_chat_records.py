@@ -190,9 +190,9 @@ def test_keys_that_are_not_used_are_said_once(tmp_path):
     for _ in range(2):  # also where the tokens are stored
         made = load(config, sequence_length=8, seed=0, vocab_size=300)
         assert (
-            "not used    keys of its records: documents, enable_thinking (not in the "
-            "chat template), tool_calls (not in the chat template), tools (not in the "
-            "chat template), train of messages\n"
+            "not used    keys of the records of text: documents, enable_thinking (not "
+            "in the chat template), tool_calls (not in the chat template), tools (not "
+            "in the chat template), train of messages\n"
         ) in made.describe()
 
 

@@ -116,7 +116,7 @@ def test_each_source_is_validated_by_itself(folder):
 
 def test_the_log_names_sources_and_epochs(folder):
     made = corpus(folder, {"a": 1, "c": 3})
-    assert made.describe_epochs(400) == "epochs      2.5 of a, 3 of c"
+    assert made.describe_epochs(400) == "2.5 epochs of a, 3 epochs of c"
     for name in "ac":
         assert f"data        text at '{folder}/{name}.txt'\n" in made.describe()
 

@@ -10,18 +10,7 @@ import pytest
 from tessera.train.loop import console as console_module
 from tessera.train.loop.console import Console
 
-CONFIGURATION = """\
-name: tiny
-model:
-  name: tiny
-  mesh_shape: [[4, 1], [fsdp, tp]]
-training:
-  steps: 300
-  clip_norm: null
-data:
-  synthetic:
-    noise: 0.05
-"""
+ROWS = [("mesh", "fsdp mesh, 4"), ("settings", "training.steps=100 " * 9)]
 
 
 def plain(text):
@@ -58,12 +47,15 @@ def train(clock, steps=4):
                     loss=8 / step,
                     tokens_per_second=12345.6,
                     others={"grad_norm": 0.51239},
+                    details={"step_seconds": 30.0},
                 )
 
     return show
 
 
-def test_elsewhere_a_step_is_a_plain_line(tmp_path, clock):
+def test_elsewhere_a_step_is_a_plain_line_and_the_file_has_more_numbers(
+    tmp_path, clock
+):
     seen, logged = run(train(clock), terminal=False, tmp_path=tmp_path)
     assert seen == (
         "step 1/4  loss 8.0000  12,346 tokens/s  1:30 left  grad_norm 0.5124\n"
@@ -71,7 +63,9 @@ def test_elsewhere_a_step_is_a_plain_line(tmp_path, clock):
         "step 3/4  loss 2.6667  12,346 tokens/s  0:30 left  grad_norm 0.5124\n"
         "step 4/4  loss 2.0000  12,346 tokens/s  0:00 left  grad_norm 0.5124\n"
     )
-    assert logged == "".join(f"INFO {line}\n" for line in seen.splitlines())
+    assert logged == "".join(
+        f"INFO {line}  step_seconds 30\n" for line in seen.splitlines()
+    )
 
 
 def test_time_left_follows_the_pace_after_the_first_update(clock):
@@ -99,29 +93,22 @@ def test_on_a_terminal_there_is_a_bar_and_the_log_has_the_lines(tmp_path, clock)
     assert "grad_norm" not in seen
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_configuration_is_shown_as_the_log_has_it(tmp_path, terminal):
+# How many settings are in a line: a terminal has 80 columns.
+@pytest.mark.parametrize(
+    ("terminal", "counts"), [(True, [3, 3, 3]), (False, [4, 4, 1])]
+)
+def test_a_table_is_aligned_and_the_file_alone_has_its_details(
+    tmp_path, terminal, counts
+):
     seen, logged = run(
-        lambda c: c.show_configuration(CONFIGURATION),
+        lambda c: c.show_table("run", ROWS, "name: tiny\n\x1b[2J"),
         terminal=terminal,
         tmp_path=tmp_path,
     )
-    assert seen == "configuration\n" + "".join(
-        f"  {line}\n" for line in CONFIGURATION.splitlines()
-    )
-    assert logged == f"INFO {seen}"
-
-
-def test_the_run_table_is_aligned_and_wraps_on_a_terminal():
-    rows = [("mesh", "fsdp mesh, 4"), ("memory per device", "word " * 20)]
-    elsewhere, _ = run(lambda c: c.show_run_table(rows), terminal=False)
-    assert elsewhere == (
-        f"run\n  mesh               fsdp mesh, 4\n  memory per device  {'word ' * 20}\n"
-    )
-    seen, _ = run(lambda c: c.show_run_table(rows), terminal=True)
-    assert "  mesh               fsdp mesh, 4" in seen
-    assert all(len(line) <= 80 for line in seen.splitlines())
-    assert seen.count("word") == 20
+    lines = [" ".join(n * ["training.steps=100"]) for n in counts]
+    below = "\n            ".join(lines)
+    assert seen == f"run\n  mesh      fsdp mesh, 4\n  settings  {below}\n"
+    assert logged == f"INFO {seen}name: tiny\n\\x1b[2J\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -170,15 +157,18 @@ def test_lines_have_a_rank_when_there_are_several_processes(tmp_path):
     assert logged == "INFO [rank 0] validation after step 1: loss 2.0000\n"
 
 
-def test_other_processes_show_their_log_records_only():
+@pytest.mark.parametrize("terminal", [True, False])
+def test_other_processes_show_their_warnings_only(clock, terminal):
     def show(console):
-        console.show_configuration(CONFIGURATION)
+        console.show_table("run", ROWS)
+        train(clock)(console)
         console.show_validation(1, 2.0)
         console.show_sample("a", "b")
         logging.getLogger("tessera").info("ready")
+        logging.getLogger("tessera").warning("slow")
 
-    seen, _ = run(show, terminal=True, rank=1, num_processes=2)
-    assert seen == "[rank 1] ready\n"
+    seen, _ = run(show, terminal=terminal, rank=1, num_processes=2)
+    assert seen == "[rank 1] slow\n"
 
 
 def test_the_file_keeps_the_traceback_of_what_stopped_the_run(tmp_path):
@@ -203,7 +193,7 @@ def test_a_stream_that_knows_ascii_only_shows_codes():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     with Console(None, stream=stream, terminal=False) as console:
-        console.show_run_table([("mesh", "fsdp × tp mesh, 4 × 1")])
+        console.show_table("run", [("mesh", "fsdp × tp mesh, 4 × 1")])
     stream.flush()
     assert rb"mesh  fsdp \xd7 tp mesh, 4 \xd7 1" in raw.getvalue()
 

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a run, and the whole answer of a dry run."""
 
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,15 +15,25 @@ from tessera.analysis.collective import Collective
 from tessera.analysis.memory import format_bytes
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
+from tessera.train.checkpoints.choose_checkpoint import Choice
+from tessera.train.config.command_line import Composed
+from tessera.train.config.optimizer_config import AdamWConfig, OptimizerConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
+from tessera.train.data.corpus import load
+from tessera.train.data.data_config import DataConfig, SourceConfig, SyntheticConfig
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.run_summary import dry_run_text, run_rows
+from tessera.train.loop.run_summary import dry_run_text, run_rows, start_rows
 from tests.small_model import SMALL
 
 # What was compiled elsewhere has the lines of elsewhere, which say what is planned.
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
 CONFIG = SMALL
+BATCH = {
+    "sequence_length": 16,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+}
 
 
 def run_of(
@@ -31,10 +46,7 @@ def run_of(
         name="small",
         model=ModelConfig(name="small", mesh_shape=(sizes, axes), config=CONFIG),
         training=TrainingConfig(
-            sequence_length=16,
-            micro_batch_size=2,
-            gradient_accumulation_steps=3,
-            **training,
+            **{**BATCH, **training},
         ),
     )
     return Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
@@ -158,3 +170,96 @@ def test_memory_settings_are_shown_with_what_they_do():
     )
     assert rows["recomputed"] == "full in 1 of 2 layers"
     assert run.compiled.memory.arguments == whole + whole + 12 + 4 * 3 * 2 * 16 * 4
+
+
+# --- what is set, before anything is compiled
+
+
+def started(
+    folder: Path,
+    *,
+    checkpoint: Any = None,
+    changed: tuple[str, ...] = (),
+    optimizer: OptimizerConfig | None = None,
+    data: DataConfig | None = None,
+    ignored: Collection[str] = (),
+    **training: Any,
+) -> dict[str, str]:
+    """The rows of a run that begins."""
+    run = run_of((4,), ("dp",), **training)
+    settings = replace(run.config, optimizer=optimizer or AdamWConfig())
+    run = Run(settings, run.mesh)
+    data = data or DataConfig(
+        name="synthetic", synthetic=SyntheticConfig(tokens=4000, vocab_size=64)
+    )
+    corpus = load(data, sequence_length=16, seed=0, vocab_size=257)
+    first, *others = corpus.sources
+    corpus = replace(corpus, sources=[replace(first, ignored=ignored), *others])
+    composed = Composed(settings, "", folder, changed=changed)
+    choice = Choice(folder, checkpoint)
+    return dict(start_rows(run, corpus, composed, choice, "4 CPU devices"))
+
+
+def test_a_run_says_in_a_dozen_rows_what_it_is_about_to_do(tmp_path):
+    rows = started(tmp_path, changed=("training.steps=300", "data=synthetic"))
+    assert len(rows) == 11
+    data = rows.pop("data")
+    assert re.fullmatch(
+        r"synthetic patterns: [\d,]+ tokens, \d+ for validation", data
+    ), data
+    epochs = rows.pop("batch")
+    assert epochs.startswith(
+        "24 sequences of 16 tokens in 3 microbatches a step; 300 steps are "
+    )
+    assert rows == {
+        "model": "small: 20,800 parameters",
+        "weights": "random, by training.seed=0",
+        "tokenizer": "synthetic, 64 ids, separator 0",
+        "devices": "4 CPU devices",
+        "mesh": "dp mesh, 4",
+        "precision": "float32",
+        "optimizer": "adamw, learning rate 0.003: 20 steps of warm-up, then cosine",
+        "settings": "training.steps=300 data=synthetic; config.yaml has all",
+        "folder": str(tmp_path),
+    }
+
+
+def test_the_weights_are_those_that_the_run_begins_with(tmp_path):
+    assert started(tmp_path, init_from="/models/one")["weights"] == "/models/one"
+    where = tmp_path / "checkpoints" / "1200"
+    checkpoint = SimpleNamespace(path=where, metadata=SimpleNamespace(step=1200))
+    rows = started(tmp_path, init_from="/models/one", checkpoint=checkpoint)
+    assert rows["weights"] == f"of step 1,200: {where}"
+
+
+def test_the_learning_rate_is_the_one_that_is_reached(tmp_path):
+    scaled = AdamWConfig(learning_rate=1e-5, scale_learning_rate="linear")
+    assert "learning rate 4e-05: " in started(tmp_path, optimizer=scaled)["optimizer"]
+
+
+def test_mixed_precision_names_the_dtype_of_each_part(tmp_path):
+    assert started(tmp_path, mixed_precision="bf16")["precision"] == (
+        "parameters float32; computation bfloat16; sums of gradients float32"
+    )
+    rows = started(tmp_path, mixed_precision="fp8")
+    assert "computation bfloat16, fp8 matmuls; " in rows["precision"]
+
+
+def test_an_evaluation_has_no_steps_and_no_optimizer(tmp_path):
+    rows = started(tmp_path, eval_only=True)
+    assert rows["batch"] == "8 sequences of 16 tokens"
+    assert "optimizer" not in rows
+
+
+def test_each_source_of_a_mixture_has_its_share_and_what_is_not_used(tmp_path):
+    (tmp_path / "a.txt").write_text("abc " * 400)
+    sources = {
+        name: SourceConfig(path=str(tmp_path / "a.txt"), weight=weight)
+        for name, weight in (("a", 1), ("b", 3))
+    }
+    data = DataConfig(name="mixture", sources=sources, cache_dir=str(tmp_path))
+    rows = started(tmp_path, data=data, ignored={"id", "date"})
+    assert rows["not used"] == "keys of the records of a: date, id"
+    shares = re.findall(r"\((\S+%)\): ([\d,]+) tokens, (\d+) for", rows["data"])
+    assert [share for share, *_ in shares] == ["25.0%", "75.0%"]
+    assert "epochs of a, " in rows["batch"]
