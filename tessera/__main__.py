@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the command line names; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else "--help"
-    if name in ("--help", "-h"):
+    if name in ("--help", "-h", "help"):
         sys.stdout.write(_usage())
         return 0
     if name in ("--version", "-V"):

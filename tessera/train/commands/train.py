@@ -3,7 +3,7 @@
 
 The trainer does not know the planner, which is made of its settings and its step. So
 ``model.mesh_shape=auto`` and ``training.remat=auto`` are replaced here, before the
-trainer reads the command line.
+trainer reads the command line. Help is shown without them.
 """
 
 import json
@@ -22,19 +22,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: None takes the process's own.
     """
+    from tessera.train.config.command_line import asks_for_help
     from tessera.train.loop.main import main as train
 
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if asks_for_help(words):
+        return train([word for word in words if word not in _AUTO])
     if _AUTO.isdisjoint(words):
         return train(words)
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    flags = [word for word in words if word not in overrides]
     done = subprocess.run(
         module_command("tessera.train.planner.auto_layout"),
-        input=json.dumps(words),
+        input=json.dumps(overrides),
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode:
         return done.returncode
-    words, notes = json.loads(done.stdout.splitlines()[-1])
-    return train(words, notes)
+    overrides, notes = json.loads(done.stdout.splitlines()[-1])
+    return train([*flags, *overrides], notes)

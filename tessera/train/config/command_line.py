@@ -10,6 +10,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -141,24 +142,44 @@ def read_command_line(
       config_dir: The folder of ``config.yaml`` and of the groups.
       arguments: None takes the process's own.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        flags = _read_flags(sys.argv[1:] if arguments is None else arguments)
-        for module in flags.module:
-            import_module(module)
-        if flags.multirun and not (flags.help or flags.cfg):
+        if asks_for_help(words):
+            sys.stdout.write(_help(words, config_dir))
+            return 0
+        flags = _read_flags(words)
+        if flags.multirun and not flags.cfg:
             return _sweep(flags.overrides, config_dir)
         composed = compose(flags.overrides, config_dir)
         composed = replace(composed, modules=tuple(flags.module))
     except TesseraError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    if flags.help:
-        sys.stdout.write(usage(composed.config, _files(config_dir)))
-    elif flags.cfg:
-        sys.stdout.write(composed.text)
-    else:
+    if not flags.cfg:
         return composed
+    sys.stdout.write(composed.text)
     return 0
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether the words of a command line have ``--help`` or ``-h`` among them."""
+    return not {"--help", "-h"}.isdisjoint(words)
+
+
+def _help(words: Sequence[str], config_dir: Path) -> str:
+    """The text of ``--help``, for as much of the command line as can be used."""
+    files = _files(config_dir)
+    choices = {f"{group}={name}" for group, names in files.items() for name in names}
+    try:
+        return usage(compose(_read_flags(words).overrides, config_dir).config, files)
+    except TesseraError as error:
+        problem = error
+    is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
+    note = "" if is_sweep else str(problem)
+    for usable in (choices.intersection(words), ()):
+        with suppress(TesseraError):
+            return usage(compose([*usable], config_dir).config, files, note)
+    raise problem
 
 
 def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
@@ -404,16 +425,21 @@ class _Flags(ArgumentParser):
         raise UnknownSettingError(
             "unknown flag",
             got=message,
-            fix="use --help, --cfg job, --module or --multirun, or write settings as "
-            "group.setting=value",
+            fix="use --help, --print-config, --module or --multirun, or write settings "
+            "as group.setting=value",
         )
 
 
 def _read_flags(arguments: Sequence[str]) -> Namespace:
+    """The flags and overrides of a command line; imports its modules."""
     parser = _Flags(add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--cfg", "-c", choices=["job"])  # as Hydra calls it
+    parser.add_argument("--print-config", dest="cfg", action="store_const", const="job")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--module", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
-    return parser.parse_intermixed_args(arguments)
+    flags = parser.parse_intermixed_args(arguments)
+    for module in flags.module:
+        import_module(module)
+    return flags

@@ -15,9 +15,9 @@ _HEAD = """\
 Trains a model on a mesh of devices.
 
 usage: python run_training.py [group=file ...] [group.setting=value ...]
-       --help        this text, for the groups chosen beside it
-       --cfg job     the configuration as YAML; nothing is run
-       --multirun    a run for each value of settings that list several: a=1,2
+       --help           this text, for the groups chosen beside it
+       --print-config   all settings as YAML; nothing is run
+       --multirun       a run for each value of settings that list some: a=1,2
 
 name=<text>              names the folder of the output
 hydra.run.dir=<folder>   puts the output there instead
@@ -25,11 +25,23 @@ hydra.run.dir=<folder>   puts the output there instead
 """
 
 
-def usage(settings: Config, files: Mapping[str, Sequence[str]]) -> str:
-    """The text of ``--help`` in 80 columns, for the classes that ``settings`` has."""
-    return _HEAD + "\n".join(
+def usage(
+    settings: Config, files: Mapping[str, Sequence[str]], problem: str = ""
+) -> str:
+    """The text of ``--help`` in 80 columns, for the classes that ``settings`` has.
+
+    Args:
+      settings: Those whose values are shown.
+      files: The names that each group can choose from.
+      problem: Why these are not the values of the command line, if they are not.
+    """
+    text = _HEAD + "\n".join(
         "".join(_group(group, names, settings)) for group, names in files.items()
     )
+    if problem:
+        text += "\nThese are not the values of the command line, which is wrong:\n"
+        text += "\n".join(fill(line, 80) for line in problem.splitlines()) + "\n"
+    return text
 
 
 def group_settings(

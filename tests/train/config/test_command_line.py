@@ -236,8 +236,9 @@ def test_a_bug_keeps_its_traceback(capsys):
         seen(capsys, run=run)
 
 
-def test_cfg_job_shows_the_configuration_and_runs_nothing(capsys):
-    code, out, _, calls = seen(capsys, "--cfg", "job", "training.steps=5")
+@pytest.mark.parametrize("flags", [["--print-config"], ["--cfg", "job"]])
+def test_the_configuration_is_shown_in_place_of_a_run(capsys, flags):
+    code, out, _, calls = seen(capsys, *flags, "training.steps=5")
     assert (code, calls) == (0, [])
     assert out == composed("training.steps=5").text
 
@@ -269,13 +270,47 @@ def test_help_names_every_setting_in_eighty_columns(capsys):
     assert "``" not in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--help", "model=foo", "optimizer=lion"], "[T403] there is no model 'foo'"),
+        (["optimizer=lion", "data=text", "-h"], "[T502] data=text needs data.path"),
+        (["training.step=5", "--help"], "[T501] there is no setting 'training.step'"),
+        (["--help", "bogus"], "got: bogus: missing EQUAL"),
+        (["--foo", "--help"], "got: unrecognized arguments: --foo"),
+        (["--help", "--module"], "got: argument --module: expected one argument"),
+        (["--help", "--module", "nope"], "the module 'nope' of a model cannot be"),
+    ],
+)
+def test_help_is_shown_whatever_stands_beside_it(capsys, arguments, problem):
+    code, out, err, calls = seen(capsys, *arguments)
+    assert (code, err, calls) == (0, "", [])
+    assert all(len(line) <= 80 for line in out.splitlines())
+    text, _, note = out.partition(
+        "\nThese are not the values of the command line, which is wrong:\n"
+    )
+    # The choices that can be used are.
+    beta2 = (
+        0.99 if "optimizer=lion" in arguments and "data=text" not in arguments else 0.95
+    )
+    assert f"  optimizer.beta2={beta2}  (float)\n" in text
+    assert problem in " ".join(note.split())
+
+
+def test_help_for_a_sweep_is_that_of_its_files(capsys):
+    code, out, _, _ = seen(capsys, "-m", "training.seed=1,2", "optimizer=lion", "-h")
+    assert code == 0
+    assert "  optimizer.beta2=0.99  (float)\n" in out
+    assert "is wrong" not in out
+
+
 def test_an_unknown_flag_says_what_to_use(capsys):
     code, _, err, calls = seen(capsys, "--experimental-rerun=x")
     assert (code, calls) == (2, [])
     assert (
         "  got: unrecognized arguments: --experimental-rerun=x\n"
-        "  fix: use --help, --cfg job, --module or --multirun, or write settings as "
-        "group.setting=value\n"
+        "  fix: use --help, --print-config, --module or --multirun, or write settings "
+        "as group.setting=value\n"
     ) in err
 
 

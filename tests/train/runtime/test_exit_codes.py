@@ -28,7 +28,7 @@ with exit_on_stop_signals():
 @pytest.mark.parametrize(
     ("command", "arguments", "code"),
     [
-        (train, ["--cfg", "job"], 0),
+        (train, ["--print-config"], 0),
         (train, ["no=setting"], 2),
         (launch, ["no_such_file.py"], 2),
     ],
