@@ -14,8 +14,8 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from functools import cached_property
-from typing import Any, NoReturn, Self
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -25,8 +25,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import Mesh as JaxMesh
 
 from tessera.errors import (
-    AbstractMeshError,
-    MeshShapeError,
+    MeshAttributeError,
     NoMeshError,
     UnknownAxisError,
     did_you_mean,
@@ -36,13 +35,13 @@ from tessera.foundations.device_grid import (
     checked_shape,
     fold,
     inferred,
-    is_sequence,
     listed,
     read_devices,
+    read_pair,
 )
 from tessera.jax_compat import jaxprs, target_devices
 from tessera.targets.device_layout import device_grid
-from tessera.targets.mesh_devices import default_ids, find_devices
+from tessera.targets.mesh_devices import default_ids, find_devices, no_place
 from tessera.targets.target import Target
 
 __all__ = ("Mesh", "auto", "current")
@@ -58,7 +57,10 @@ _logger = logging.getLogger("tessera.mesh")
 _mesh_of_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
 # The target of each JAX mesh that has one: its devices do not say so.
 _target_of_jax: WeakKeyDictionary[JaxMesh, Target] = WeakKeyDictionary()
-_opened: ContextVar[tuple["Mesh", ...]] = ContextVar("tessera_meshes", default=())
+# The meshes of ``with mesh:``, each with the one that JAX had when it was opened.
+_opened: ContextVar[tuple[tuple["Mesh", JaxMesh | None], ...]] = ContextVar(
+    "tessera_meshes", default=()
+)
 
 
 class Mesh:
@@ -142,15 +144,7 @@ class Mesh:
           >>> Mesh.from_shape([[-1, 2], ["fsdp", "tp"]], num_devices=8).shape
           {'fsdp': 4, 'tp': 2}
         """
-        parts = list(mesh_shape) if is_sequence(mesh_shape) else []
-        if len(parts) != 2 or not all(map(is_sequence, parts)):
-            raise MeshShapeError(
-                "a mesh shape is a pair of sizes and axis names",
-                got=f"{mesh_shape!r}",
-                fix='write [[4, 2], ["fsdp", "tp"]]',
-            )
-        axes = checked_axes(parts[1])
-        sizes = checked_shape(parts[0], axes)
+        axes, sizes = read_pair(mesh_shape)
         if -1 in sizes:
             if num_devices is None:
                 num_devices = target.num_devices if target else jax.device_count()
@@ -159,11 +153,22 @@ class Mesh:
         return cls(axes, devices=devices, shape=sizes, target=target)
 
     @classmethod
-    def of(cls, mesh: JaxMesh | AbstractMesh) -> "Mesh":
+    def of(cls, mesh: "AnyMesh") -> "Mesh":
         """The Tessera mesh of a JAX mesh: same axes, axis types and devices.
 
         An abstract mesh gets the first device ids.
+
+        Raises:
+          NoMeshError: [T106] what is given is no mesh.
         """
+        if isinstance(mesh, Mesh):
+            return mesh
+        if not isinstance(mesh, (JaxMesh, AbstractMesh)) or mesh.empty:
+            raise NoMeshError(
+                "what is given as a mesh is none",
+                got=f"{mesh!r}, of type {type(mesh).__name__}",
+                fix="pass a dist.Mesh, or a mesh of JAX",
+            )
         if (
             isinstance(mesh, JaxMesh)
             and (existing := _mesh_of_jax.get(mesh)) is not None
@@ -241,7 +246,9 @@ class Mesh:
         """
         devices = None if self.is_abstract else find_devices(self.device_ids)
         if devices is None:
-            self._refuse_to_run()
+            raise no_place(
+                self.topology, self.device_ids, self.target, is_region=self._is_region
+            )
         if idle := self.idle_device_ids:
             _logger.info(
                 "%s leaves %d of %d devices idle: %s",
@@ -319,11 +326,19 @@ class Mesh:
         return dict(zip(self.axes, map(int, indices), strict=True))
 
     def __enter__(self) -> Self:
-        _opened.set((*_opened.get(), self))
+        _opened.set((*_opened.get(), (self, jaxprs.ambient_mesh())))
         return self
 
     def __exit__(self, *_: object) -> None:
         _opened.set(_opened.get()[:-1])
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise MeshAttributeError(
+                f"a dist.Mesh has no attribute {name!r}: it is no mesh of JAX",
+                fix='give JAX its own: NamedSharding(mesh.jax, P("dp"))',
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self._key == other._key
@@ -355,30 +370,21 @@ class Mesh:
         grid = np.array(devices, dtype=object).reshape(self._sizes)
         return JaxMesh(grid, self.axes, axis_types=self.axis_types)
 
-    def _refuse_to_run(self) -> NoReturn:
-        if self._is_region:
-            raise AbstractMeshError(
-                "inside a manual region there is no mesh to place arrays on",
-                got=f"the region is manual over {self.topology}",
-                fix="place arrays outside the region and pass them in as arguments",
-            )
-        if self.target is not None:
-            raise AbstractMeshError(
-                "this mesh is of a target, which programs are compiled for and not run",
-                got=f"{self.topology} on {self.target}",
-                fix="leave target= out where the machine is; traces, compiling, "
-                "memory and the ledger work as it is",
-            )
-        here = tuple(device.id for device in jax.devices())
-        needed = max(self.size, max(self.device_ids) + 1)
-        raise AbstractMeshError(
-            "this mesh is abstract: it has devices that this machine lacks",
-            got=f"{self.topology}, devices {listed(self.device_ids)}; "
-            f"this machine has {len(here)}: {listed(here)}",
-            fix=f"run it where there are {needed} devices, or simulate them: "
-            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is used\n'
-            "specs, traces and compile-only analysis work on it as it is",
-        )
+
+# What is taken for a mesh wherever one is declared.
+AnyMesh: TypeAlias = Mesh | JaxMesh | AbstractMesh
+
+
+def as_mesh(mesh: AnyMesh | None) -> Mesh | None:
+    """A declared mesh, which may be one of JAX; None where none is declared.
+
+    Raises:
+      NoMeshError: [T106] what is given is no mesh.
+    """
+    return None if mesh is None else Mesh.of(mesh)
+
+
+mesh_of_jax = lru_cache(maxsize=64)(Mesh.of)
 
 
 def auto() -> Mesh:
@@ -387,7 +393,7 @@ def auto() -> Mesh:
 
 
 def current() -> Mesh:
-    """The mesh of the innermost ``with mesh:``.
+    """The mesh of the innermost ``with mesh:``, or ``jax.set_mesh``.
 
     Inside an SPMD region it has the manual axes: ``size`` is the number of devices that
     run the region, and ``rank`` the index of this one.
@@ -423,10 +429,18 @@ def current_or_none() -> Mesh | None:
     return region
 
 
-def opened_or_none() -> Mesh | None:
-    """The mesh of the innermost ``with mesh:``, even inside an SPMD region."""
-    meshes = _opened.get()
-    return meshes[-1] if meshes else None
+def opened_or_none(*, takes_jaxs: bool = True) -> Mesh | None:
+    """The innermost mesh that is open, even inside an SPMD region.
+
+    Args:
+      takes_jaxs: Whether it may be one of JAX, opened by ``jax.set_mesh``; else it is
+        None there.
+    """
+    opened, ambient = _opened.get(), jaxprs.ambient_mesh()
+    mesh, around = opened[-1] if opened else (None, None)
+    if ambient is None or ambient is around:
+        return mesh
+    return mesh_of_jax(ambient) if takes_jaxs else None
 
 
 def manual_axes() -> Mapping[str, int]:

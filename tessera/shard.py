@@ -20,14 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import (
     NoMeshError,
-    SpecFormError,
     TensorFormError,
     did_you_mean,
 )
 from tessera.foundations.context import holding
 from tessera.foundations.dtypes import as_dtype as as_dtype
 from tessera.jax_compat import jaxprs
-from tessera.mesh import Mesh, opened_or_none
+from tessera.mesh import AnyMesh, Mesh, as_mesh, opened_or_none
 from tessera.shard_spec import ShardSpec as ShardSpec
 from tessera.shard_spec import local_shape as local_shape
 
@@ -210,8 +209,8 @@ jaxprs.register_array_like(DistTensor)
 
 def tensor(
     shape: Sequence[int] | int,
-    layout: ShardSpec | None = None,
-    mesh: Mesh | None = None,
+    layout: ShardSpec | PartitionSpec | None = None,
+    mesh: AnyMesh | None = None,
     dtype: Any = "f32",
     init: Init = None,
     trainable: bool = True,
@@ -222,8 +221,8 @@ def tensor(
     Args:
       shape: Global shape.
       layout: How it is sharded; None is replicated.
-      mesh: Its mesh; None is the mesh of the innermost ``with mesh:``, or else one
-        default device.
+      mesh: Its mesh, which may be one of JAX; None is the innermost that is open (by
+        ``with mesh:`` or ``jax.set_mesh``), or else one default device.
       dtype: ``f32``, ``bf16``, ``i32``, … or a NumPy or JAX dtype.
       init: None or ``zeros``, ``ones``, ``normal`` (variance 1 / fan-in, where fan-in
         is the second-last dim, or 1 for vectors), or a callable of (key, shape,
@@ -237,7 +236,7 @@ def tensor(
     Raises:
       TensorFormError: [T207] shape, dtype or init is illegal.
       NoMeshError: [T106] a layout without a mesh.
-      SpecFormError: [T204] the layout is not a ShardSpec, or names a dim twice.
+      SpecFormError: [T204] the layout is no spec, or names a dim twice.
       ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
       DimError: [T203] the layout names a dim that the shape does not have.
       UnknownAxisError: [T103] the layout names an axis that the mesh does not have.
@@ -250,13 +249,8 @@ def tensor(
       ((2500000, 4096), 20480000000)
     """
     what = "tensor" if name is None else f"tensor {name!r}"
-    if layout is not None and not isinstance(layout, ShardSpec):
-        raise SpecFormError(
-            f"the layout of {what} is no ShardSpec",
-            got=f"{layout!r}",
-            fix='write layout=ShardSpec(partition=("row",), mesh_axes=("dp",))',
-        )
-    mesh = mesh if mesh is not None else opened_or_none()
+    layout = None if layout is None else ShardSpec.of(layout, what)
+    mesh = as_mesh(mesh) or opened_or_none()
     if mesh is None and layout is not None and any(layout.mesh_axes):
         raise NoMeshError(
             f"{what} has a layout and no mesh",

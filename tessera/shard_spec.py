@@ -20,7 +20,7 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, Mesh
 
 Axes: TypeAlias = str | tuple[str, ...] | None
 
@@ -80,10 +80,32 @@ class ShardSpec:
         """The spec of a replicated array: every device holds all of it."""
         return cls((), ())
 
+    @classmethod
+    def of(cls, layout: "ShardSpec | PartitionSpec", what: str) -> "ShardSpec":
+        """The spec of a declared layout, which may be a PartitionSpec.
+
+        Args:
+          layout: The layout.
+          what: What it is of, for messages.
+
+        Raises:
+          SpecFormError: [T204] it is something else.
+        """
+        if isinstance(layout, ShardSpec):
+            return layout
+        is_jaxs = isinstance(layout, PartitionSpec)
+        if is_jaxs and not (layout.unreduced or layout.reduced):
+            return cls(tuple(range(len(layout))), layout.partitions)
+        raise SpecFormError(
+            f"the layout of {what} is no ShardSpec and no PartitionSpec",
+            got=f"{layout!r}",
+            fix='write ShardSpec(partition=("row",), mesh_axes=("dp",)), or P("dp")',
+        )
+
     def resolve(
         self,
         shape: Sequence[int],
-        mesh: Mesh,
+        mesh: AnyMesh,
         *,
         dim_names: Sequence[str] | None = None,
         what: str = "tensor",
@@ -105,6 +127,7 @@ class ShardSpec:
           SpecFormError: [T204] two entries name the same dim.
           UnknownAxisError: [T103] the mesh has no such axis.
         """
+        mesh = Mesh.of(mesh)
         entries: list[tuple[str, ...]] = [()] * len(shape)
         named: dict[int, int | str] = {}
         problems: list[TesseraError] = []
@@ -123,7 +146,7 @@ class ShardSpec:
     def named(
         self,
         shape: Sequence[int],
-        mesh: Mesh,
+        mesh: AnyMesh,
         *,
         dim_names: Sequence[str] | None = None,
         what: str = "tensor",
@@ -134,7 +157,7 @@ class ShardSpec:
           AbstractMeshError: [T105] this machine lacks some of the devices.
         """
         spec = self.resolve(shape, mesh, dim_names=dim_names, what=what)
-        return NamedSharding(mesh.jax, spec)
+        return NamedSharding(Mesh.of(mesh).jax, spec)
 
 
 def local_shape(

@@ -288,8 +288,16 @@ def test_a_layout_is_checked_when_it_is_declared(grid_mesh):
     refusal(DimError, (8,), ShardSpec((1,), ("tp",)), grid_mesh)
 
 
-def test_a_layout_is_a_shard_spec(grid_mesh):
-    message = refusal(SpecFormError, (8,), P("dp"), grid_mesh)
+def test_a_layout_may_be_a_partition_spec(grid_mesh):
+    spec = P(None, ("dp", "tp"))
+    assert tensor((2, 8), spec, grid_mesh).spec == spec
+    refusal(ShardDivisibilityError, (2, 4), spec, grid_mesh)
+    refusal(DimError, (8,), spec, grid_mesh)
+
+
+@pytest.mark.parametrize("layout", ["dp", ("dp",), P(unreduced={"dp"})], ids=repr)
+def test_a_layout_is_a_spec(grid_mesh, layout):
+    message = refusal(SpecFormError, (8,), layout, grid_mesh)
     assert message.startswith("[T204] the layout of tensor is no ShardSpec")
 
 

@@ -14,8 +14,7 @@ from typing import Any, Final, TypeAlias
 from tessera.debug.differences import Difference, Report, difference
 from tessera.debug.intermediates import Site
 from tessera.debug.mesh_runs import MeshRun
-from tessera.errors import NoMeshError
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, Mesh, as_mesh
 
 __all__ = ["compare_layouts"]
 
@@ -28,8 +27,8 @@ Pair: TypeAlias = tuple[int, int]
 def compare_layouts(
     step: Callable[..., Any],
     batch: Any,
-    mesh: Mesh,
-    reference: Mesh | None = None,
+    mesh: AnyMesh,
+    reference: AnyMesh | None = None,
     *,
     rtol: float | None = None,
     atol: float | None = None,
@@ -72,12 +71,7 @@ def compare_layouts(
       >>> compare_layouts(step, jnp.ones((8, 2)), Mesh(["dp"], devices=range(4))).agrees
       True
     """
-    if not isinstance(mesh, Mesh):
-        raise NoMeshError(
-            "there is no mesh to compare on",
-            got=repr(mesh),
-            fix="pass one mesh, and another to compare it with as reference",
-        )
+    mesh, reference = Mesh.of(mesh), as_mesh(reference)
     if reference is None:
         sizes = (1,) * len(mesh.axes)
         reference = Mesh(mesh.axes, devices=mesh.device_ids[:1], shape=sizes)

@@ -114,7 +114,7 @@ def _parameters(owner: Function, traced: Traced) -> tuple[Any, ...]:
 def _on_mesh(function: Function, args: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
     """Arguments for a mesh, in their declared layouts or, where possible, their own."""
     names = argument_names(signature_of(function.body), len(args))
-    declared = function.options.in_specs
+    options = function.options
 
     def move(name: str, leaf: Any) -> Any:
         if isinstance(leaf, DistTensor):
@@ -122,7 +122,8 @@ def _on_mesh(function: Function, args: Sequence[Any], mesh: Mesh) -> tuple[Any, 
         if not isinstance(leaf, jax.Array):
             return leaf
         host, sharding = _on_host(leaf), leaf.sharding
-        if name in declared or not isinstance(sharding, NamedSharding):
+        declared = options.in_specs.get(name, options.in_spec)
+        if declared is not None or not isinstance(sharding, NamedSharding):
             return host
         spec = spec_over(sharding.spec, mesh.axes)
         check_even(f"{name} cannot be laid out as it is", leaf.shape, spec, mesh)

@@ -52,6 +52,12 @@ class KernelError(TesseraError, ValueError):
     code = "T208"
 
 
+class MeshAttributeError(TesseraError, AttributeError):
+    """A mesh is asked for what only one of JAX has."""
+
+    code = "T209"
+
+
 class RandomNumbersError(TesseraError, ValueError):
     """Devices or microbatches with different rows draw the same random numbers."""
 

@@ -10,7 +10,7 @@ import heapq
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -80,6 +80,23 @@ def _unevenness(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return sorted(sizes, reverse=True), [-size for size in sizes]
 
 
+def read_pair(mesh_shape: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The axes and sizes in the notation of configurations, sizes first.
+
+    Raises:
+      MeshShapeError: [T101] it is not a pair of sizes and names.
+    """
+    parts = list(mesh_shape) if is_sequence(mesh_shape) else []
+    if len(parts) != 2 or not all(map(is_sequence, parts)):
+        raise MeshShapeError(
+            "a mesh shape is a pair of sizes and axis names",
+            got=f"{mesh_shape!r}",
+            fix='write [[4, 2], ["fsdp", "tp"]]',
+        )
+    axes = checked_axes(parts[1])
+    return axes, checked_shape(parts[0], axes)
+
+
 def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
     """Check axis names: non-empty strings without duplicates.
 
@@ -87,6 +104,13 @@ def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
       MeshShapeError: [T101] there is no axis, or there are too many.
       DuplicateAxisError: [T102] an axis name is repeated or is not a name.
     """
+    if not isinstance(axes, (str, Iterable)):
+        raise DuplicateAxisError(
+            "a mesh is declared by the names of its axes",
+            got=f"a {type(axes).__name__}",
+            fix="write dist.Mesh(axes=[...], shape=(...)), or dist.Mesh.of(mesh) for a "
+            "mesh of JAX",
+        )
     names = (axes,) if isinstance(axes, str) else islice(axes, MAX_AXES + 1)
     names = tuple(names)
     if not names:
@@ -100,8 +124,9 @@ def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
     if bad := [name for name in names if not isinstance(name, str) or not name]:
         raise DuplicateAxisError(
             "a mesh axis has no proper name",
-            got=f"axes {names!r}: {bad[0]!r} is not a non-empty string",
-            fix='name every axis, such as axes=["tp", "dp"]',
+            got=f"axes {_REPR.repr(names)}: {_REPR.repr(bad[0])} is not a non-empty "
+            "string",
+            fix='name every axis, before its size: axes=["tp", "dp"], shape=(4, 2)',
         )
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise DuplicateAxisError(

@@ -10,9 +10,9 @@ from typing import Any
 from tessera.annotations import signature_of
 from tessera.errors import ArgumentError
 from tessera.graph.function import Function
-from tessera.graph.jit_options import JitOptions, declared_twice, one_of
+from tessera.graph.jit_options import JitOptions, by_either_name, listed, one_of
 from tessera.graph.tracer.declared_layouts import Options
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, as_mesh
 
 __all__ = ["function"]
 
@@ -20,10 +20,10 @@ __all__ = ["function"]
 def function(  # noqa: PLR0913 - the options of jax.jit, too
     body: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | None = None,
-    in_specs: Mapping[str, Any] | None = None,
+    mesh: AnyMesh | None = None,
+    in_specs: Any = None,
     out_specs: Any = None,
-    donate: Sequence[str] = (),
+    donate: str | Sequence[str] = (),
     skip_passes: Collection[str] = (),
     in_shardings: Any = None,
     out_shardings: Any = None,
@@ -42,20 +42,21 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     Args:
       body: The function; leave it out to use the options as a decorator. One that is
         compiled already keeps its options, where no others are declared.
-      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh that
-        the arguments live on, or the default device.
-      in_specs: Layouts by argument name: a ``ShardSpec`` or ``PartitionSpec``, or a
-        tree of them that is a prefix of the argument. Arguments without one keep the
-        layout that they come with; without that they are replicated.
-      out_specs: Layouts of the result, in the same form. The partitioner decides where
-        none is given.
+      mesh: Mesh to run on, which may be one of JAX. By default the innermost that is
+        open (by ``with mesh:`` or ``jax.set_mesh``), or the mesh that the arguments
+        live on, or the default device.
+      in_specs: Layouts of the arguments: a dict by name, a tuple by position without
+        the static ones, or one for all. Each is a ``PartitionSpec``, ``ShardSpec`` or
+        ``NamedSharding``, whose mesh is that to run on, or a tree of them that is a
+        prefix of the argument. Arguments without one, or with None, keep the layout
+        that they come with; without that they are replicated.
+      out_specs: Layouts of the result: one, or a tree that is a prefix of the result.
+        The partitioner decides where none is given.
       donate: Names of arguments whose memory the results may take over.
       skip_passes: Names of passes to leave out. Inside another traced function this
         one is part of that program, whose own ``donate`` and ``skip_passes`` apply.
-      in_shardings: ``in_specs`` by position, as of ``jax.jit``: a tuple with a
-        ``NamedSharding``, a ``PartitionSpec``, a tree of them or None for each
-        argument, or one for all. The mesh of a ``NamedSharding`` is that to run on.
-      out_shardings: ``out_specs`` in the same form.
+      in_shardings: Another name of ``in_specs``, that of ``jax.jit``.
+      out_shardings: Another name of ``out_specs``.
       static_argnums: Positions of arguments that are static as a whole, though there
         are arrays in them or they are trees: they have a hash, and are compared by it.
         Other Python values are static anyway.
@@ -110,24 +111,22 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     before = Options(name=name) if inner is None else inner.options
     declared = JitOptions.of(
         signature_of(body),
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
+        in_specs=by_either_name("in", in_specs or None, in_shardings),
+        out_specs=by_either_name("out", out_specs, out_shardings),
         static=(static_argnums, static_argnames),
-        donated=(donate_argnums, donate_argnames),
+        donated=(donate_argnums, [*listed(donate_argnames), *listed(donate)]),
     )
-    if in_shardings is not None and in_specs:
-        raise declared_twice("in_specs", in_specs, in_shardings)
-    specs = dict(in_specs or {}) or declared.in_specs
-    results = one_of("out_specs", out_specs, declared.out_specs)
-    is_laid_out = bool(specs) or declared.in_spec is not None
+    is_laid_out = bool(declared.in_specs) or declared.in_spec is not None
     options = replace(
         before,
         name=name,
-        mesh=one_of("mesh", mesh, declared.mesh) or before.mesh,
-        in_specs=specs if is_laid_out else before.in_specs,
+        mesh=one_of("mesh", as_mesh(mesh), declared.mesh) or before.mesh,
+        in_specs=declared.in_specs if is_laid_out else before.in_specs,
         in_spec=declared.in_spec if is_laid_out else before.in_spec,
-        out_specs=before.out_specs if results is None else results,
-        donate=frozenset(donate) | declared.donate | before.donate,
+        out_specs=before.out_specs
+        if declared.out_specs is None
+        else declared.out_specs,
+        donate=declared.donate | before.donate,
         keeps_unused=keep_unused or before.keeps_unused,
         is_inlined=inline or before.is_inlined,
         compiler_options=tuple(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of ``jax.jit``, as those of a function: by the names of arguments."""
+"""Options as ``ts.function`` and ``jax.jit`` take them, by the names of arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, Final
@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from tessera.annotations import argument_names
 from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.graph.tracer.argument_leaves import mesh_of_one_device
+from tessera.graph.tracer.declared_layouts import UNDECLARED
 from tessera.graph.tracer.static_values import StaticArgument
 from tessera.mesh import Mesh
-from tessera.shard_spec import spec_on
+from tessera.shard_spec import ShardSpec, spec_on
+from tessera.tracing.object_arguments import is_object
 
 _UNCONSTRAINED: Final = PartitionSpec.UNCONSTRAINED
 _VARIADIC: Final = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -40,7 +42,7 @@ class StaticArguments:
           SpecFormError: [T204] there is no such argument.
         """
         names = selected(signature, argnums, argnames, "static")
-        count = max([len(signature.parameters), *(i + 1 for i in _listed(argnums))])
+        count = max([len(signature.parameters), *(i + 1 for i in listed(argnums))])
         known = enumerate(argument_names(signature, count))
         return cls(names, frozenset(i for i, name in known if name in names))
 
@@ -69,7 +71,7 @@ NO_ARGUMENTS: Final = StaticArguments()
 
 @dataclass(frozen=True)
 class JitOptions:
-    """What the options of ``jax.jit`` declare about a function.
+    """The options of a function, by the names of its arguments.
 
     Attributes:
       mesh: The mesh of its shardings, if they name one.
@@ -92,25 +94,31 @@ class JitOptions:
         cls,
         signature: Signature,
         *,
-        in_shardings: Any,
-        out_shardings: Any,
-        static: tuple[Any, Any],
-        donated: tuple[Any, Any],
+        in_specs: tuple[str, Any],
+        out_specs: tuple[str, Any],
+        static: tuple[Any, Any] = ((), ()),
+        donated: tuple[Any, Any] = ((), ()),
     ) -> "JitOptions":
         """The options for a function, ``static`` and ``donated`` by number and name.
+
+        Args:
+          signature: Of the function.
+          in_specs: What the layouts of its arguments are declared by, and they: one for
+            all, a tuple by position, or a dict by name.
+          out_specs: The same of its result, a tree.
+          static: Arguments that are static.
+          donated: Arguments that are donated.
 
         Raises:
           SpecFormError: [T204] there is no such argument, or no such layout.
           SettingConflictError: [T507] an argument is static and donated, or shardings
             are of several meshes.
         """
-        in_shardings, out_shardings = map(_named, (in_shardings, out_shardings))
-        _check_shardings(in_shardings, "in_shardings")
-        _check_shardings(out_shardings, "out_shardings")
-        mesh = _mesh_of(in_shardings, out_shardings)
-        in_specs, out_specs = (
-            _specs_on(mesh, s) for s in (in_shardings, out_shardings)
-        )
+        declared = [(what, _named(layouts)) for what, layouts in (in_specs, out_specs)]
+        for what, layouts in declared:
+            _check_layouts(what, layouts)
+        mesh = _mesh_of([layouts for _, layouts in declared])
+        ins, outs = (_specs_on(mesh, layouts) for _, layouts in declared)
         held = StaticArguments.of(signature, *static)
         donate = selected(signature, *donated, "donated")
         if both := sorted(held.names & donate):
@@ -119,11 +127,8 @@ class JitOptions:
                 got=", ".join(map(repr, both)),
                 fix="donate arguments that are arrays",
             )
-        by_name: dict[str, Any] = {}
-        if isinstance(in_specs, (tuple, list)) and not _is_layout(in_specs):
-            names = argument_names(signature, len(in_specs))
-            by_name, in_specs = dict(zip(names, in_specs, strict=True)), None
-        return cls(mesh, by_name, in_specs, out_specs, held, donate)
+        by_name, in_spec = _by_name(in_specs[0], signature, ins, held.positions)
+        return cls(mesh, by_name, in_spec, outs, held, donate)
 
 
 def one_of(what: str, first: Any, second: Any) -> Any:
@@ -136,19 +141,22 @@ def one_of(what: str, first: Any, second: Any) -> Any:
         return first
     if first is None:
         return second
-    raise declared_twice(what, first, second)
-
-
-def declared_twice(what: str, first: Any, second: Any) -> SettingConflictError:
-    """The error for two options that declare the same."""
-    return SettingConflictError(
+    raise SettingConflictError(
         f"{what} is declared in two ways",
         got=f"{first}, {second}",
         fix="declare it once, by the options of Tessera or by those of jax.jit",
     )
 
 
-def _listed(value: Any) -> list[Any]:
+def by_either_name(which: str, specs: Any, shardings: Any) -> tuple[str, Any]:
+    """The layouts that are declared by one of two options, and which one it is."""
+    if specs is None:
+        return f"{which}_shardings", shardings
+    return f"{which}_specs", one_of(f"{which}_specs", specs, shardings)
+
+
+def listed(value: Any) -> list[Any]:
+    """One value or several, as a list."""
     if value is None:
         return []
     return [value] if isinstance(value, (int, str)) else list(value)
@@ -161,8 +169,8 @@ def selected(
 
     Args:
       signature: Of the function.
-      argnums: One position or several; negative ones count from the end.
-      argnames: One name or several.
+      argnums: One position or name, or several; negative positions count from the end.
+      argnames: The same.
       what: What the arguments are declared to be, for messages.
 
     Raises:
@@ -171,7 +179,8 @@ def selected(
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     known = [n for n in argument_names(signature, len(kinds)) if "[" not in n]
     takes_more = Parameter.VAR_POSITIONAL in kinds
-    names = set(_listed(argnames))
+    given = [*listed(argnums), *listed(argnames)]
+    names = {name for name in given if isinstance(name, str)}
     every = [n for n, p in signature.parameters.items() if p.kind not in _VARIADIC]
     unknown = sorted(names.difference(every))
     if unknown and Parameter.VAR_KEYWORD not in kinds:
@@ -179,7 +188,7 @@ def selected(
             f"there is no argument {unknown[0]!r} to be {what}",
             fix=did_you_mean(unknown[0], every),
         )
-    for position in _listed(argnums):
+    for position in (place for place in given if not isinstance(place, str)):
         index = position + len(known) if position < 0 else position
         if not 0 <= index < len(known) and not (takes_more and position >= 0):
             raise SpecFormError(
@@ -191,20 +200,57 @@ def selected(
     return frozenset(names)
 
 
-def _named(shardings: Any) -> Any:
-    """Shardings with a mesh of its own for that of one device."""
+def _by_name(
+    what: str, signature: Signature, layouts: Any, static: Collection[int]
+) -> tuple[dict[str, Any], Any]:
+    """The layouts of arguments by name, and that of all others.
 
-    def named(sharding: Any) -> Any:
-        if not isinstance(sharding, SingleDeviceSharding):
-            return sharding
-        mesh, kind = mesh_of_one_device(sharding).jax, sharding.memory_kind
+    Raises:
+      SpecFormError: [T204] there are more or fewer than arguments.
+    """
+    if _is_layout(layouts):
+        return {}, layouts
+    if isinstance(layouts, Mapping):
+        return dict(layouts), None
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    count = sum(kind not in (*_VARIADIC, Parameter.KEYWORD_ONLY) for kind in kinds)
+    if Parameter.VAR_POSITIONAL in kinds:
+        count = max(count, len(layouts) + len(static))
+    every = argument_names(signature, count)
+    names = [name for index, name in enumerate(every) if index not in static]
+    defaults = {n for n, p in signature.parameters.items() if p.default is not p.empty}
+    needed = [n for n in names if n not in defaults and n in signature.parameters]
+    if not len(needed) <= len(layouts) <= len(names):
+        raise SpecFormError(
+            f"{what} has not one layout for each argument",
+            got=f"{len(layouts)} layouts, arguments {', '.join(names) or 'none'}"
+            + (" (without the static ones)" if static else ""),
+            fix="give None for an argument without one, or a dict by name: "
+            f"{what}={{{(names or ['x'])[0]!r}: {layouts[0] if layouts else None}}}",
+        )
+    by_name = dict(zip(names, layouts, strict=False))
+    return by_name, UNDECLARED if layouts else None
+
+
+def _named(layouts: Any) -> Any:
+    """Layouts with a mesh of its own for that of one device."""
+
+    def named(layout: Any) -> Any:
+        if is_object(layout):  # nnx.get_partition_spec gives them in variables
+            layout = layout.get_raw_value()
+        if not isinstance(layout, SingleDeviceSharding):
+            return layout
+        mesh, kind = mesh_of_one_device(layout).jax, layout.memory_kind
         return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
 
-    return jax.tree.map(named, shardings, is_leaf=_is_layout)
+    def is_leaf(node: Any) -> bool:
+        return _is_layout(node) or is_object(node)
+
+    return jax.tree.map(named, layouts, is_leaf=is_leaf)
 
 
-def _check_shardings(shardings: Any, what: str) -> None:
-    for sharding in jax.tree.leaves(shardings, is_leaf=_is_layout):
+def _check_layouts(what: str, layouts: Any) -> None:
+    for sharding in jax.tree.leaves(layouts, is_leaf=_is_layout):
         spec = getattr(sharding, "spec", sharding)
         if isinstance(spec, PartitionSpec) and _UNCONSTRAINED in spec.partitions:
             raise SpecFormError(
@@ -213,19 +259,20 @@ def _check_shardings(shardings: Any, what: str) -> None:
                 fix="leave the whole layout out, and constrain the array inside: "
                 "jax.lax.with_sharding_constraint",
             )
-        if sharding is None or isinstance(sharding, PartitionSpec):
+        if sharding is None or isinstance(sharding, (ShardSpec, PartitionSpec)):
             continue
         is_named = isinstance(sharding, NamedSharding)
         if not is_named or sharding.memory_kind not in (None, "device"):
             raise SpecFormError(
-                f"{what} takes shardings of a mesh or of one device",
+                f"{what} takes layouts on a mesh or on one device",
                 got=repr(sharding),
-                fix="give a NamedSharding, a PartitionSpec or a SingleDeviceSharding, "
+                fix='give a PartitionSpec, such as P("dp"), a dist.ShardSpec, a '
+                "NamedSharding or a SingleDeviceSharding\n"
                 "and pass an array of another layout where it lies",
             )
 
 
-def _mesh_of(*shardings: Any) -> Mesh | None:
+def _mesh_of(shardings: Any) -> Mesh | None:
     """The first mesh of some checked shardings that has axes for all of them."""
     leaves = jax.tree.leaves(shardings, is_leaf=_is_layout)
     named = [leaf for leaf in leaves if isinstance(leaf, NamedSharding)]
@@ -256,4 +303,5 @@ def _specs_on(mesh: Mesh | None, shardings: Any) -> Any:
 
 
 def _is_layout(node: Any) -> bool:
-    return node is None or isinstance(node, (PartitionSpec, jax.sharding.Sharding))
+    kinds = (ShardSpec, PartitionSpec, jax.sharding.Sharding)
+    return node is None or isinstance(node, kinds)

@@ -51,13 +51,13 @@ from tessera.tracing.per_device_checks import check_region
 def kernel(function: Callable[..., Any], /) -> "Kernel": ...
 @overload
 def kernel(
-    *, layouts: Mapping[str, ShardSpec] | None = None
+    *, layouts: Mapping[str, ShardSpec | PartitionSpec] | None = None
 ) -> Callable[[Callable[..., Any]], "Kernel"]: ...
 def kernel(
     function: Callable[..., Any] | None = None,
     /,
     *,
-    layouts: Mapping[str, ShardSpec] | None = None,
+    layouts: Mapping[str, ShardSpec | PartitionSpec] | None = None,
 ) -> Any:
     """Run a function on every device of the mesh, each on its own blocks.
 
@@ -67,7 +67,7 @@ def kernel(
     that is the same on every device is replicated. Arguments that are not arrays
     (numbers, strings, functions) are constants of the program.
 
-    The mesh is that of the arguments, or else of the innermost ``with mesh:``. A kernel
+    The mesh is that of the arguments, or else the innermost that is open. A kernel
     that is called in another kernel runs on the blocks there, one in a step becomes
     part of the step's program, and elsewhere it is compiled as a ``ts.function`` is.
 
@@ -110,12 +110,15 @@ class Kernel:
     def __init__(
         self,
         function: Callable[..., Any],
-        layouts: Mapping[str, ShardSpec] | None = None,
+        layouts: Mapping[str, ShardSpec | PartitionSpec] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._signature = inspect.signature(function)
-        self._layouts = dict(layouts or {})
+        self._layouts = {
+            name: ShardSpec.of(layout, f"argument {name!r}")
+            for name, layout in dict(layouts or {}).items()
+        }
         self._alone = self._compiled()
         for name in self._layouts:
             if name not in self._signature.parameters:
@@ -273,6 +276,9 @@ def _mapped(
 ) -> Any:
     """The results on all devices, with their layouts recorded."""
     region = region_mesh(mesh, explicit=True)
+    if mesh.explicit_axes:  # over these JAX does not reshard by itself
+        pairs = zip(values, specs, strict=True)
+        values = [scope.constrain(value, mesh, spec) for value, spec in pairs]
     tree, results = _results_of(body, mesh, region, specs, values)
 
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:

@@ -41,7 +41,7 @@ from tessera.graph.tracer.arguments import as_names, is_in
 from tessera.graph.tracer.declared_layouts import Options, is_number
 from tessera.graph.training_steps import Stage, Step
 from tessera.graph.zero_layouts import split_further
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.shard import ShardSpec
 from tessera.tracing import scope
 
@@ -49,7 +49,7 @@ from tessera.tracing import scope
 def pipeline(
     stages: Sequence[Stage],
     *,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     axis: str = "pp",
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
@@ -96,6 +96,7 @@ def pipeline(
 
     Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
     """
+    mesh = as_mesh(mesh)
     names = tuple(map(_name, stages))
     rows = None if batch is None else frozenset(as_names(batch))
     config = _PipelineConfig(names, axis, schedule, microbatches, batch=rows)

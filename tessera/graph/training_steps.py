@@ -14,15 +14,16 @@ from typing import Any
 
 import jax
 
-from tessera.annotations import check_call
+from tessera.annotations import check_call, signature_of
 from tessera.errors import ParameterTreeError
 from tessera.foundations.tree import named_leaves, nest
 from tessera.graph.compile_stages import Traced
 from tessera.graph.function import Function
 from tessera.graph.ir import Role
+from tessera.graph.jit_options import JitOptions, one_of
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, as_mesh
 from tessera.shard import DistTensor
 from tessera.tracing import scope
 
@@ -229,8 +230,8 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
 def training_step(
     module: str | Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | None = None,
-    in_specs: Mapping[str, Any] | None = None,
+    mesh: AnyMesh | None = None,
+    in_specs: Any = None,
     out_specs: Any = None,
     batch: str | Collection[str] | None = None,
     skip_passes: Collection[str] = (),
@@ -244,9 +245,8 @@ def training_step(
 
     Args:
       module: What the step is called in traces and compiled modules.
-      mesh: Mesh to run on. By default the innermost ``with mesh:``, or the mesh of the
-        arguments and of the captured tensors.
-      in_specs: Layouts by argument name, as for ``ts.function``.
+      mesh: Mesh to run on, as for ``ts.function``.
+      in_specs: Layouts of the arguments, as for ``ts.function``.
       out_specs: Layouts of the result, as for ``ts.function``.
       batch: Arguments that are batches, where others are none, by name, or paths of
         arrays inside of them: ``inputs/tokens``. By default all of them.
@@ -260,15 +260,25 @@ def training_step(
     """
     if callable(module):
         return training_step(
-            mesh=mesh, in_specs=in_specs, out_specs=out_specs, skip_passes=skip_passes
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            batch=batch,
+            skip_passes=skip_passes,
         )(module)
 
     def decorate(body: Callable[..., Any]) -> Step:
+        declared = JitOptions.of(
+            signature_of(body),
+            in_specs=("in_specs", in_specs),
+            out_specs=("out_specs", out_specs),
+        )
         options = Options(
             name=module or getattr(body, "__name__", "step"),
-            mesh=mesh,
-            in_specs=dict(in_specs or {}),
-            out_specs=out_specs,
+            mesh=one_of("mesh", as_mesh(mesh), declared.mesh),
+            in_specs=declared.in_specs,
+            in_spec=declared.in_spec,
+            out_specs=declared.out_specs,
             split_batch=True,
             batch=None if batch is None else frozenset(as_names(batch)),
         )

@@ -335,7 +335,7 @@ def test_random_keys_may_be_arguments(dp_mesh):
 def test_what_is_no_mesh_is_refused(tp_mesh):
     step, _ = tensor_parallel_mlp(reduce=True)
     for mesh in (None, [tp_mesh], [None, tp_mesh]):
-        with pytest.raises(NoMeshError, match="there is no mesh to compare on"):
+        with pytest.raises(NoMeshError, match="given as a mesh is none"):
             ts.compare_layouts(step, (X, UP, DOWN), mesh)
 
 

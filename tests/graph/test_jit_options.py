@@ -182,7 +182,7 @@ def test_a_sharding_of_one_device_is_a_place():
 
 def test_other_shardings_are_refused():
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    with pytest.raises(SpecFormError, match="of a mesh or of one device"):
+    with pytest.raises(SpecFormError, match="on a mesh or on one device"):
         ts.jit(jnp.sin, out_shardings=host)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One array among the arguments of a call: its type, its layout, how it is stored."""
 
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jax.sharding import (
 from tessera.errors import LayoutMismatchError
 from tessera.graph.tracer.static_values import ATOMS, static_key
 from tessera.jax_compat import jaxprs
-from tessera.mesh import Mesh
+from tessera.mesh import Mesh, mesh_of_jax
 from tessera.shard import ARRAYS, DistTensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes, spec_on
 
@@ -76,7 +75,7 @@ class Leaf:
             return None
         sharding = getattr(self.value, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            spec, mesh = sharding.spec, mesh_here(_mesh_of(sharding.mesh))
+            spec, mesh = sharding.spec, mesh_here(mesh_of_jax(sharding.mesh))
             if spec.unreduced or spec.reduced:
                 return mesh, spec
             return mesh, spec_of_axes(axes_of_dims(spec, len(self.value.shape)))
@@ -227,14 +226,11 @@ def _is_weak(value: Any) -> bool:
     return getattr(value, "weak_type", False)
 
 
-_mesh_of = functools.lru_cache(maxsize=64)(Mesh.of)
-
-
 def mesh_here(mesh: Mesh) -> Mesh:
     """The mesh of ``jax.set_mesh``, for an abstract one with the same axes."""
     if not mesh.of_abstract or (ambient := jaxprs.ambient_mesh()) is None:
         return mesh
-    found = _mesh_of(ambient)
+    found = mesh_of_jax(ambient)
     is_alike = (found.axes, found.shape, found.axis_types) == (
         mesh.axes,
         mesh.shape,

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -25,11 +25,13 @@ from tessera.graph.tracer.strategies import Strategy
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, ShardSpec
 from tessera.shard_spec import axes_of_dims, check_even
-from tessera.tracing.object_arguments import STRUCTURE, is_object
+from tessera.tracing.object_arguments import STRUCTURE
 
 # What annotations call the dims of each array, by its path.
 DimNames: TypeAlias = Mapping[str, Sequence[str]]
 _NO_NAMES: DimNames = MappingProxyType({})
+# The layout of arguments that layouts by position leave out.
+UNDECLARED: Final = "undeclared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Options:
       mesh: The mesh to run on; None takes the one that the arguments live on.
       in_specs: Layouts by argument name: a spec, or a tree of specs that is a prefix of
         the argument.
-      in_spec: The layout of other arguments.
+      in_spec: The layout of other arguments; ``UNDECLARED`` where they may have none.
       out_specs: Layouts of the result: a spec or a prefix tree; None leaves them to
         the partitioner.
       donate: Arguments whose memory the outputs may take over.
@@ -121,8 +123,15 @@ class Options:
     @property
     def declares_layouts(self) -> bool:
         """Whether arguments or results have layouts of their own."""
-        has_inputs = bool(self.in_specs) or self.in_spec is not None
+        layouts = [*self.in_specs.values(), self.in_spec]
+        has_inputs = any(layout not in (None, UNDECLARED) for layout in layouts)
         return has_inputs or self.out_specs is not None
+
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether its arrays are laid out on the mesh that is open around a call."""
+        is_parallel = self.strategy is not None or self.split_batch
+        return is_parallel or self.declares_layouts
 
     @property
     def lays_out(self) -> bool:
@@ -185,7 +194,7 @@ def declared_layouts(
     for argument in call.arguments:
         specs = _specs(
             f"in_specs[{argument.name!r}]",
-            options.in_specs.get(argument.name, options.in_spec),
+            _declared(argument, options),
             argument.tree,
             dict(argument.statics),
         )
@@ -207,6 +216,19 @@ def declared_layouts(
             "or leave them out of in_specs, and they keep their own layout",
         )
     return layouts
+
+
+def _declared(argument: Argument, options: Options) -> Any:
+    declared = options.in_specs.get(argument.name, options.in_spec)
+    if declared is not UNDECLARED:
+        return declared
+    if argument.leaves:
+        raise SpecFormError(
+            f"{options.name!r} has no layout for argument {argument.name!r}",
+            got=f"layouts by position, for {', '.join(options.in_specs)}",
+            fix="give one layout for each array argument, None to keep its own",
+        )
+    return None
 
 
 def _batch_spec(leaf: Leaf, mesh: Mesh) -> PartitionSpec | None:
@@ -306,15 +328,10 @@ def _specs(
 
 def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
     """A spec, or None, for each array of an object, from a tree like its state."""
-
-    def is_leaf(node: Any) -> bool:
-        return _is_spec(node) or is_object(node)
-
     given: dict[str, Any] = {}
-    for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf)[0]:
+    for path, spec in jax.tree_util.tree_flatten_with_path(specs, _is_spec)[0]:
         name = path_name(path)
-        # nnx.get_partition_spec gives them in variables.
-        given[name] = spec.get_raw_value() if is_object(spec) else spec
+        given[name] = spec
     known = argument.array_names
     for name in given:
         if name not in known:

@@ -90,14 +90,13 @@ def meshes_used(graph: Graph, inner: Sequence[Owned]) -> list[Owned]:
 
 
 def mesh_of(options: Options) -> Mesh | None:
-    """The mesh that is declared, or that of ``with mesh:`` around a call.
+    """The mesh that is declared, or the one that is open around a call.
 
-    One of JAX is for those who declare layouts. The mesh that is open around an SPMD
-    region is none for the blocks inside it.
+    One of JAX is for those that lay arrays out: others run as under ``jax.jit``. The
+    mesh that is open around an SPMD region is none for the blocks inside it.
     """
     if options.mesh is not None:
         return mesh_here(options.mesh)
     if manual_axes():
         return None
-    ambient = jaxprs.ambient_mesh() if options.declares_layouts else None
-    return opened_or_none() or (None if ambient is None else Mesh.of(ambient))
+    return opened_or_none(takes_jaxs=options.needs_mesh)

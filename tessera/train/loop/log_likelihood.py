@@ -14,7 +14,7 @@ from tessera.errors import OperandError
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree
 from tessera.jax_compat.workarounds import CorrectJit
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh
 from tessera.ops.losses import cross_entropy
 from tessera.train.models.model import Batch, Model
 from tessera.train.models.partition_rules import Placement
@@ -42,7 +42,7 @@ def log_likelihoods(
     *,
     max_length: int,
     batch_size: int = 1,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> list[tuple[float, bool]]:
     """The log-likelihood of each continuation after its context.
 

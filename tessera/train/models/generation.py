@@ -20,7 +20,7 @@ from tessera.errors import OperandError
 from tessera.foundations.dtypes import as_dtype
 from tessera.foundations.tree import Tree
 from tessera.jax_compat.workarounds import CorrectJit
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, as_mesh
 from tessera.train.models.decoding import Decoding, Logits, Pads
 from tessera.train.models.model import Model
 
@@ -73,7 +73,7 @@ def generate(
     num_tokens: int,
     key: jax.Array,
     *,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     **options: Any,
 ) -> np.ndarray:
     """Continue prompts by ``num_tokens`` tokens.
@@ -128,13 +128,13 @@ class Sampler:
         self,
         model: Model,
         params: Tree,
-        mesh: Mesh | None = None,
+        mesh: AnyMesh | None = None,
         *,
         cache_dtype: Any = None,
     ) -> None:
         model.check_params(params)
         dtype = None if cache_dtype is None else as_dtype(cache_dtype)
-        self._decoding = model.decoding(mesh, dtype)
+        self._decoding = model.decoding(as_mesh(mesh), dtype)
         self._vocab_size = model.vocab_size
         self._given: tuple[Model, Tree] | None = (model, params)
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from tessera.errors import AxisReusedError, ParameterTreeError, ShardDivisibilityError
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree, named_leaves, path_name
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.ops.losses import cross_entropy
 from tessera.shard import ShardSpec
 from tessera.train.models.decoding import Decoding
@@ -227,9 +227,9 @@ class Model(ABC):
         """Number of parameters that one token uses: not all experts."""
         return self.num_params
 
-    def place(self, mesh: Mesh | None) -> Placement:
+    def place(self, mesh: AnyMesh | None) -> Placement:
         """The layout of this model's dims on a mesh, and the dtype of activations."""
-        return Placement(mesh, dtype=self.dtype)
+        return Placement(as_mesh(mesh), dtype=self.dtype)
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each."""
@@ -326,7 +326,7 @@ class Model(ABC):
 
         return jax.tree.map(spec, self.abstract(), self.dim_names())
 
-    def layouts(self, mesh: Mesh) -> Tree:
+    def layouts(self, mesh: AnyMesh) -> Tree:
         """The PartitionSpec of every parameter on a mesh.
 
         Raises:
@@ -362,7 +362,11 @@ class Model(ABC):
         return layouts
 
     def init(
-        self, key: jax.Array, mesh: Mesh | None = None, *, layouts: Tree | None = None
+        self,
+        key: jax.Array,
+        mesh: AnyMesh | None = None,
+        *,
+        layouts: Tree | None = None,
     ) -> Tree:
         """Initialize float32 parameters, each shard on its own device.
 
@@ -377,7 +381,7 @@ class Model(ABC):
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
           ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
         """
-        shardings = None
+        shardings, mesh = None, as_mesh(mesh)
         if mesh is not None:
             layouts = self.layouts(mesh) if layouts is None else layouts
             shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from tessera.errors import WeightFileError
 from tessera.foundations.dtypes import as_dtype
 from tessera.foundations.tree import Tree, named_leaves, nest
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, as_mesh
 from tessera.train.files.hub import WEIGHT_FILES, local_path
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.families.family import Tensor
@@ -142,7 +142,7 @@ def rounded(layouts: Layouts, dtype: Any) -> Layouts:
 
 
 def from_pretrained(
-    folder: str | Path, mesh: Mesh | None = None, *, dtype: Any = None
+    folder: str | Path, mesh: AnyMesh | None = None, *, dtype: Any = None
 ) -> tuple[DecoderModel, Tree]:
     """The model of a Hugging Face folder, and its parameters on a mesh.
 
@@ -166,7 +166,7 @@ def from_pretrained(
 def import_weights(
     path: str | Path,
     model: Model,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     *,
     layouts: Tree = None,
     dtype: Any = None,
@@ -195,7 +195,7 @@ def import_weights(
       ModelFolderError: [T806] the folder's ``config.json`` is of another model.
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
     """
-    source = check_weights(path, model)
+    source, mesh = check_weights(path, model), as_mesh(mesh)
     rounded_to = None if dtype is None else np.dtype(as_dtype(dtype))
     plain = _without_adapters(model)
     initial = _by_name(adapters)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tessera.errors import SettingConflictError
 from tessera.foundations.tree import Tree, named_leaves
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.ops.attention.all_to_all import check_exchange
 from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
@@ -133,7 +133,7 @@ class DecoderModel(Model):
 
         return nnx.to_pure_dict(jax.tree.map(names, self._parts[1], is_leaf=is_param))
 
-    def place(self, mesh: Mesh | None) -> Placement:
+    def place(self, mesh: AnyMesh | None) -> Placement:
         """The placement of this model on a mesh, and the dtype of activations.
 
         With fewer key/value heads than ``tp``, each device keeps them all. If ``pp``
@@ -146,6 +146,7 @@ class DecoderModel(Model):
             ``cp`` by all-to-all attention.
         """
         config, method = self.config, self.context_parallel
+        mesh = as_mesh(mesh)
         whole = frozenset({"sequence"} if not self.sequence_parallel else ())
         place = Placement(mesh, whole, frozenset(), method, self.dtype, self.fp8)
         tp, cp = place.size("heads"), place.size("context")
@@ -328,7 +329,7 @@ class DecoderModel(Model):
         *,
         positions: Int[Array, "batch seq"] | None = None,
         segment_ids: Int[Array, "batch seq"] | None = None,
-        mesh: Mesh | None = None,
+        mesh: AnyMesh | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Logits of the token after each one.
 
