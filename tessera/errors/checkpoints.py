@@ -38,3 +38,9 @@ class ModelFolderError(TesseraError, ValueError):
     """A ``config.json`` of a folder of weights cannot be used, or written."""
 
     code = "T806"
+
+
+class StateLeafError(TesseraError, ValueError):
+    """A leaf of a state cannot be stored in a checkpoint."""
+
+    code = "T807"

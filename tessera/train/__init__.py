@@ -11,3 +11,7 @@ runtime/                        processes: launching, rendezvous, signals
 report/  records/               what a run writes, as a page and as lines
 files/                          files that anyone may have written
 """
+
+from tessera._lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -9,4 +9,7 @@ saving              writes checkpoints in the background of the training loop
 choose_checkpoint   selects the checkpoint that a run resumes from
 restore_arrays      restores a checkpoint on the mesh of this run
 export_checkpoint   exports the parameters to a safetensors file
+loop_checkpoint     saves and restores the state of a user's own loop
+loop_leaves         what of such a state is stored, and the state made from it
+first_process       what the first process finds or does, in every process
 """

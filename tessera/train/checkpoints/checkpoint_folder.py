@@ -123,6 +123,26 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
         return f"{manifest.LAST} is not usable: {error}"
 
 
+def newest_intact(
+    root: Path, warnings: list[str], *, is_own: bool
+) -> Checkpoint | None:
+    """The newest intact checkpoint; damaged ones of this run are quarantined."""
+    for step in complete_steps(root):
+        path = root / str(step)
+        checkpoint = read_checkpoint(path)
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
+        try:
+            action = f"was renamed to {quarantine(path).name}" if is_own else "stays"
+        except OSError as error:
+            action = f"cannot be renamed ({error.strerror})"
+        warnings.append(
+            f"THE CHECKPOINT OF STEP {step} IS DAMAGED: {checkpoint}. It {action} and "
+            "does not count; the one before it is tried."
+        )
+    return None
+
+
 def _check_arrays(state: Path, arrays: Mapping[str, Stored]) -> None:
     """Raise ValueError if arrays are not as they are described: Orbax would cast."""
     if not arrays:

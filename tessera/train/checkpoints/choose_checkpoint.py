@@ -6,7 +6,6 @@ is renamed to ``<step>.damaged``, with a warning in capitals, and the one before
 tried.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +13,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from tessera import errors
-from tessera.errors import CheckpointNotFoundError, OutputPathError, TesseraError
+from tessera.errors import CheckpointNotFoundError, OutputPathError
 from tessera.train.checkpoints.checkpoint_folder import (
     Checkpoint,
     checkpoints_in,
-    complete_steps,
     damaged_checkpoints,
     is_complete,
-    quarantine,
+    newest_intact,
     read_checkpoint,
 )
+from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.checkpoints.manifest import LAST
 from tessera.train.checkpoints.metadata import Metadata, read_metadata
 from tessera.train.checkpoints.restore_arrays import Restoration
@@ -182,7 +178,7 @@ def _everywhere(
             ) from error
         return {"path": str(checkpoint.path) if checkpoint else "", "notes": warnings}
 
-    result = _broadcast_from_first(found)
+    result = broadcast_from_first(found)
     path = Path(result["path"])
     checkpoint = Checkpoint(path, _read_metadata(path)) if result["path"] else None
     return checkpoint, tuple(result["notes"])
@@ -205,7 +201,7 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         root = checkpoints_in(root)
     # Another run's checkpoints are not renamed: it may be running.
     is_own = root.resolve() == (output_dir / CHECKPOINTS).resolve()
-    checkpoint = _newest(root, warnings, is_own=is_own)
+    checkpoint = newest_intact(root, warnings, is_own=is_own)
     damaged = damaged_checkpoints(root)
     if checkpoint is None and (damaged or resume != AUTO):
         raise _no_intact(root, [*warnings, *map(str, damaged)])
@@ -215,24 +211,6 @@ def _find(resume: str, output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
             "run starts at step 0; hydra.run.dir=<folder> names the folder to search"
         )
     return checkpoint, warnings
-
-
-def _newest(root: Path, warnings: list[str], *, is_own: bool) -> Checkpoint | None:
-    """The newest intact checkpoint; damaged ones of this run are quarantined."""
-    for step in complete_steps(root):
-        path = root / str(step)
-        checkpoint = read_checkpoint(path)
-        if isinstance(checkpoint, Checkpoint):
-            return checkpoint
-        try:
-            action = f"was renamed to {quarantine(path).name}" if is_own else "stays"
-        except OSError as error:
-            action = f"cannot be renamed ({error.strerror})"
-        warnings.append(
-            f"THE CHECKPOINT OF STEP {step} IS DAMAGED: {checkpoint}. It {action} and "
-            "does not count; the one before it is tried."
-        )
-    return None
 
 
 def _no_intact(path: Path, damages: list[str]) -> CheckpointNotFoundError:
@@ -255,24 +233,3 @@ def _read_metadata(path: Path) -> Metadata:
             got=f"{path}: {getattr(error, 'strerror', error)}",
             fix="put the run's folder on a file system that all machines share",
         ) from error
-
-
-def _broadcast_from_first(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The first process's result, or its error, in every process."""
-    if jax.process_count() == 1:
-        return find()
-    result: dict[str, Any] = {}
-    if jax.process_index() == 0:
-        try:
-            result = find()
-        except TesseraError as error:
-            kind = type(error).__name__
-            result = {"error": [kind, error.what, error.got, error.fix]}
-    content = np.frombuffer(json.dumps(result).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
-    content = multihost_utils.broadcast_one_to_all(np.resize(content, size))
-    result = json.loads(np.asarray(content).tobytes())
-    if "error" in result:
-        kind, what, got, fix = result["error"]
-        raise getattr(errors, kind)(what, got=got, fix=fix)
-    return result

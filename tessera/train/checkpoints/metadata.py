@@ -8,12 +8,14 @@ only the dataclasses below, whatever the file contains.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import CheckpointMismatchError
 from tessera.errors.untrusted_text import Count, decode_json, parse_json, printable
@@ -21,9 +23,11 @@ from tessera.shard_spec import axes_of_dims
 from tessera.train.data.cursor import Cursor
 from tessera.train.files.regular_files import read_regular
 from tessera.train.loop.run_folder import write_durably
+from tessera.version import __version__
 
 # Incremented when the format changes; older versions stay readable.
 SCHEMA: Final = 1
+_VERSIONED: Final = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 # For a model with ten thousand arrays the file has a few MiB.
 _MAX_BYTES: Final = 2**25
 
@@ -43,10 +47,11 @@ class Stored:
     layout: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, leaf: jax.ShapeDtypeStruct) -> "Stored":
-        """The description of an array on a mesh."""
-        assert isinstance(leaf.sharding, NamedSharding), "a run's arrays have a mesh"
-        layout = axes_of_dims(leaf.sharding.spec, len(leaf.shape))
+    def of(cls, leaf: jax.ShapeDtypeStruct | jax.Array | np.ndarray) -> "Stored":
+        """The description of an array; without a mesh no dim has an axis."""
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+        layout = axes_of_dims(PartitionSpec(*spec), len(leaf.shape))
         return cls(tuple(leaf.shape), leaf.dtype.name, layout)
 
 
@@ -62,12 +67,14 @@ class Metadata:
       stages: Devices along the pipeline, and the layers ``(start, stop)`` of each
         virtual stage, by which layer arrays are stored; None without a pipeline.
       cursor: Position in the data.
-      random: Seed and implementation of the random keys.
+      random: Seed and implementation of the random keys; of a loop's state, the
+        implementation of each.
       config: The run's configuration, YAML.
       versions: Versions of Tessera, JAX and other libraries that wrote it.
       published: The text of the files of the folder that the model came from, by name,
         which an export writes again; none if it came from no folder.
       blocks: The entry of the parameters that is stored by stage.
+      values: Leaves of a loop's state that are no arrays, as JSON.
       is_validated: Whether the evaluation that is due after the step has run.
       schema: Version of the checkpoint format.
     """
@@ -83,8 +90,14 @@ class Metadata:
     versions: Mapping[str, str]
     published: Mapping[str, str] = field(default_factory=dict)
     blocks: str = "decoder"
+    values: Mapping[str, str] = field(default_factory=dict)
     is_validated: bool = True
     schema: Count = SCHEMA
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Tessera and of the libraries that a checkpoint depends on."""
+    return {"tessera": __version__} | {name: version(name) for name in _VERSIONED}
 
 
 def write_metadata(path: Path, metadata: Metadata) -> None:

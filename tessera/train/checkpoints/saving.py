@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -28,14 +27,16 @@ from tessera.analysis.memory import format_bytes
 from tessera.errors import CheckpointWriteError, TesseraError
 from tessera.foundations.tree import named_leaves
 from tessera.train.checkpoints import checkpoint_folder, manifest, storage
-from tessera.train.checkpoints.metadata import Metadata, Stored, write_metadata
+from tessera.train.checkpoints.metadata import (
+    Metadata,
+    Stored,
+    library_versions,
+    write_metadata,
+)
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import log
 from tessera.train.loop.train_state import TrainState
-from tessera.version import __version__
-
-_VERSIONED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 class Checkpoints:
@@ -343,6 +344,5 @@ def metadata_of(run: Run, step: int, cursor: Cursor, config: str) -> Metadata:
             "kind": str(jax.config.values["jax_default_prng_impl"]),
         },
         config=config,
-        versions={"tessera": __version__}
-        | {name: version(name) for name in _VERSIONED},
+        versions=library_versions(),
     )

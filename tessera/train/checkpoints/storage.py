@@ -20,13 +20,14 @@ from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from tessera.errors import CheckpointNotFoundError
 from tessera.errors.untrusted_text import parse_json, printable
 from tessera.train.files.regular_files import read_regular
 
-Arrays: TypeAlias = Mapping[str, jax.Array]
+Arrays: TypeAlias = Mapping[str, jax.Array | np.ndarray]
 Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
 
 # The smallest share, in bytes, of a replicated array that one device writes.
@@ -99,21 +100,25 @@ def collect_failed_writes() -> None:
         gc.collect()
 
 
-def read(path: Path, targets: Structs) -> dict[str, jax.Array]:
+def read(path: Path, targets: Structs) -> dict[str, Any]:
     """Read arrays with the given shapes, dtypes and shardings; in every process.
+
+    A target without a sharding is read as a NumPy array.
 
     Shapes and dtypes have to be those that were written: Orbax would cast silently.
 
     Args:
       path: The folder that ``ArrayWrite`` wrote.
-      targets: Some or all of the arrays, with shardings.
+      targets: Some or all of the arrays.
 
     Raises:
       CheckpointNotFoundError: [T801] they cannot be read.
     """
     _silence_orbax()
     restore_args = {
-        name: ocp.ArrayRestoreArgs(
+        name: ocp.RestoreArgs(restore_type=np.ndarray)
+        if target.sharding is None
+        else ocp.ArrayRestoreArgs(
             sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
         )
         for name, target in targets.items()
@@ -182,7 +187,9 @@ def _handlers() -> Any:
     handler = ocp.type_handlers.ArrayHandler(
         min_slice_bytes_for_replica_parallel=_MIN_SLICE
     )
-    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    return ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, handler), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
 
 
 @cache
