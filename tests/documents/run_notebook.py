@@ -3,12 +3,14 @@
 
     python run_notebook.py notebook.ipynb
 
-What a cell ends in is displayed: as text, after the HTML or SVG of a notebook.
+What a cell ends in is displayed: as text, after the HTML or SVG of a notebook. A cell
+that begins with ``%%bash`` is a script.
 """
 
 import ast
 import json
 import linecache
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ from typing import Any
 
 def run_cell(code: str, name: str, namespace: dict[str, Any]) -> None:
     """Execute one cell, and display the value of its last line."""
+    if code.startswith("%%bash\n"):
+        sys.stdout.flush()
+        subprocess.run(["bash", "-c", code.partition("\n")[2]], check=True)
+        return
     # Tracebacks, and whoever reads the source of a function, find the cell here.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     tree = ast.parse(code, name)

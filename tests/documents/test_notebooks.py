@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebooks of the documentation run, and are stored as they were written."""
+"""The notebooks of the documentation run, and show what they are stored with."""
 
 import json
 import os
@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents.shown_output import agrees
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 RUNNER = Path(__file__).with_name("run_notebook.py")
+# With the commands that are installed beside this interpreter.
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+NOT_INSTALLED = "Transformers is not installed"
+# Stored with their outputs, as the build of the documentation runs them no more.
+WITH_OUTPUTS = {"fine-tune"}
 SHOWN = {
+    "fine-tune": ("validation loss, before: 6.48", "The opposite of cold is hot."),
     "one-to-eight-devices": (
         "devices 0, 4 hold the same block",  # inspect
         *("--- before differentiate_losses", '[{"dp"}, {"tp"}]'),  # trace
@@ -41,7 +49,7 @@ def run(path):
     """Every cell in a process of its own, where a warning is an error."""
     return subprocess.run(
         [sys.executable, "-W", "error", str(RUNNER), str(path)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PATH": PATH},
         capture_output=True,
         text=True,
         check=False,
@@ -49,15 +57,16 @@ def run(path):
     )
 
 
-def test_there_are_three_tutorials():
+def test_there_are_four_tutorials():
     assert [path.stem for path in NOTEBOOKS] == [*SHOWN]
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_what_it_printed(notebook):
-    for cell in cells(notebook):
-        assert cell["outputs"] == []
-        assert cell["execution_count"] is None
+def test_the_build_of_the_documentation_makes_outputs_or_they_are_stored(notebook):
+    stored = notebook.stem in WITH_OUTPUTS
+    assert any(cell["outputs"] for cell in cells(notebook)) == stored
+    pattern = f'"notebooks/{notebook.stem}.ipynb"'
+    assert (pattern in (ROOT / "docs/conf.py").read_text()) == stored
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -78,6 +87,14 @@ def test_a_notebook_runs_and_shows_what_it_speaks_of(notebook):
     pages = "\n".join(shown.values())
     for text in SHOWN[notebook.stem]:
         assert text in pages, text
+    if notebook.stem in WITH_OUTPUTS:
+        for cell, printed in zip(cells(notebook), shown.values(), strict=True):
+            assert agrees(output_of(cell), printed) or printed == f"{NOT_INSTALLED}\n"
+
+
+def output_of(cell):
+    """What is stored as the output of a cell."""
+    return "".join(line for one in cell["outputs"] for line in one["text"])
 
 
 def test_a_cell_that_fails_is_named(tmp_path):
