@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json of Llama, Mistral and Qwen 3: windows, scaling and defaults."""
+"""The config.json of Llama, Mistral and Qwen: windows, scaling and defaults."""
 
 import dataclasses
 import math
@@ -32,7 +32,13 @@ def refusal(model_type, **changes):
 
 @pytest.mark.parametrize(
     ("model_type", "head_dim", "kv_heads"),
-    [("llama", 2, 32), ("mistral", 2, 8), ("qwen3", 128, 32), ("qwen3_moe", 2, 4)],
+    [
+        ("llama", 2, 32),
+        ("mistral", 2, 8),
+        ("qwen3", 128, 32),
+        ("qwen3_moe", 2, 4),
+        ("qwen2", 2, 32),
+    ],
 )
 def test_sizes_that_are_left_out_are_those_of_transformers(
     model_type, head_dim, kv_heads
@@ -53,7 +59,7 @@ def test_the_layers_of_a_mistral_all_have_the_window_or_none_has(keys, window):
     assert {*config.layer_kinds} == {"local" if window else "global"}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "qwen2"])
 def test_rotary_scaling_holds_for_layers_with_and_without_a_window(model_type):
     scaling = {"rope_type": "linear", "factor": 4.0}
     config = read(model_type, rope_theta=500.0, rope_scaling=scaling)
@@ -83,12 +89,15 @@ def test_rotary_scaling_holds_for_layers_with_and_without_a_window(model_type):
     ],
     ids=str,
 )
-def test_the_windows_of_a_qwen_are_those_of_its_last_layers_or_listed(keys, kinds):
-    config = read("qwen3", **keys)
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2"])
+def test_the_windows_of_a_qwen_are_those_of_its_last_layers_or_listed(
+    model_type, keys, kinds
+):
+    config = read(model_type, **keys)
     assert "".join(kind[0] for kind in config.layer_kinds) == kinds
     assert config.window == (4096 if keys.get("use_sliding_window") else None)
     if "l" in kinds:
-        assert family_for(config).name == "qwen3"
+        assert family_for(config).name == model_type
 
 
 def test_windows_that_transformers_would_not_compute_alike_are_refused():
@@ -101,13 +110,24 @@ def test_windows_that_transformers_would_not_compute_alike_are_refused():
     assert "sliding_window" in refusal("llama", sliding_window=8)
 
 
+def test_a_qwen_2_has_biases_of_queries_keys_and_values_alone():
+    """Transformers looks at no key for it, so one that says otherwise is refused."""
+    config = read("qwen2")
+    assert (config.qkv_bias, config.output_bias, config.qk_norm) == (True, False, False)
+    assert "attention_bias" not in family_for(config).values(config)
+    assert "attention_bias" in refusal("qwen2", attention_bias=False)
+    assert "use_mrope" in refusal("qwen2", use_mrope=True)
+
+
 def test_more_layers_than_any_model_has_are_refused_and_not_listed():
     keys = {"use_sliding_window": True, "max_window_layers": 1}
     with pytest.raises(ModelShapeError, match="num_layers"):
         read("qwen3", **keys, num_hidden_layers=10**15)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen3", "qwen3_moe", "qwen2"]
+)
 @pytest.mark.parametrize(
     "scaling",
     [

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 3, dense and with experts.
+"""Qwen 3, dense and with experts, and Qwen 2.5.
 
-Source: Qwen3 Technical Report, arXiv 2505.09388.
+Sources: Qwen3 Technical Report, arXiv 2505.09388; Qwen2.5, arXiv 2412.15115.
 """
 
 from typing import Any, Final
@@ -22,8 +22,20 @@ from tessera.train.models.families.family import Family, Tensor
 _MOST_LAYERS: Final = 2**16
 
 
+def _read_qwen2(keys: ConfigKeys) -> dict[str, Any]:
+    # Biases of queries, keys and values, whatever this key says.
+    keys.expect("attention_bias", True)
+    keys.expect("use_mrope", False)
+    sizes = _with_windows(keys, read_dense(keys, {"num_key_value_heads": 32}))
+    return sizes | {"qk_norm": False, "qkv_bias": True, "output_bias": False}
+
+
 def _read(keys: ConfigKeys) -> dict[str, Any]:
     sizes = read_dense(keys, {"head_dim": 128, "num_key_value_heads": 32})
+    return _with_windows(keys, sizes)
+
+
+def _with_windows(keys: ConfigKeys, sizes: dict[str, Any]) -> dict[str, Any]:
     count = sizes["num_layers"]
     window = keys.take_nullable("sliding_window", int, 4096)
     first = keys.take("max_window_layers", int, 28)
@@ -67,6 +79,12 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _write_qwen2(config: DecoderConfig) -> dict[str, Any]:
+    values = _write(config)
+    del values["attention_bias"]
+    return values
+
+
 def _write_experts(config: DecoderConfig) -> dict[str, Any]:
     return {
         **write_sizes(config),
@@ -86,6 +104,15 @@ QWEN3: Final = Family(
     architecture="Qwen3ForCausalLM",
     read_config=_read,
     write_config=_write,
+    tensors=TABLE,
+)
+
+QWEN2: Final = Family(
+    name="qwen2",
+    model_types=("qwen2",),
+    architecture="Qwen2ForCausalLM",
+    read_config=_read_qwen2,
+    write_config=_write_qwen2,
     tensors=TABLE,
 )
 
