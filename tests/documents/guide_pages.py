@@ -27,6 +27,9 @@ def blocks(text: str, language: str = "python") -> list[str]:
 
 def run(page: str, heading: str, namespace: dict[str, Any]) -> None:
     """Execute the Python blocks under a heading, as they are."""
+    text = section(page, heading)
+    assert blocks(text), heading
+    shown_output.run(text, GUIDES / page, namespace)
 
 
 def execute(block: str, title: str, namespace: dict[str, Any]) -> None:

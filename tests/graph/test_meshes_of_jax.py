@@ -102,7 +102,9 @@ def test_a_training_step_splits_its_batch_over_it(mesh):
 
 def test_a_pipeline_is_checked_against_it():
     one, other = (graph.stage(name)(lambda x: x * 2) for name in ("one", "other"))
-    stages = jax.make_mesh((2,), ("pp",), devices=jax.devices()[:2], axis_types=AUTO[:1])
+    stages = jax.make_mesh(
+        (2,), ("pp",), devices=jax.devices()[:2], axis_types=AUTO[:1]
+    )
 
     @graph.pipeline([one, other], mesh=stages)
     def piped(x):
