@@ -4,9 +4,13 @@
 import re
 from collections.abc import Iterable, Iterator
 
+import yaml
+
+from tessera.foundations.config_files import configs_dir
 from tessera.train.config.help_text import group_settings
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
+from tessera.train.config.setting_fields import as_yaml, walk
 from tessera.train.data.data_config import DataConfig
 
 GROUPS = {
@@ -47,8 +51,30 @@ def optimizers() -> str:
     return "\n".join(parts)
 
 
+def recipes() -> str:
+    """What each file of ``configs/recipe`` sets, in a column of its own."""
+    files = sorted((configs_dir() / "recipe").glob("*.yaml"))
+    columns: list[dict[str, str]] = []
+    for file in files:
+        column: dict[str, str] = {}
+        for path, value in walk(yaml.safe_load(file.read_text())):
+            setting, rate, optimizer = path.partition("learning_rate.")
+            name = optimizer and f"{optimizer} "
+            path = f"{setting}{rate.rstrip('.')}"
+            before = f"{column[path]}, " if path in column else ""
+            column[path] = f"{before}{name}{as_yaml(value)}"
+        columns.append(column)
+    names = " | ".join(f"`recipe={file.stem}`" for file in files)
+    rows = [f"| Setting | {names} |", "| --- " * (len(files) + 1) + "|"]
+    for path in dict.fromkeys(path for column in columns for path in column):
+        cells = " | ".join(column.get(path, "–") for column in columns)
+        rows.append(f"| `{path}` | {cells} |")
+    return "\n".join([*rows, ""])
+
+
 def tables() -> dict[str, str]:
     """The text of each generated file, by its name."""
-    texts = {group: table(rows_of(group, cls)) for group, cls in GROUPS.items()}
+    texts = {"recipe": recipes()}
+    texts |= {group: table(rows_of(group, cls)) for group, cls in GROUPS.items()}
     texts["optimizer"] = optimizers()
     return {f"settings-{group}.md": text for group, text in texts.items()}

@@ -31,7 +31,7 @@ SETTINGS = sorted(
         for cls in classes
         for one in group_settings(group, cls)
     }
-    | {("name", "text"), ("hydra.run.dir", "text")}
+    | {("name", "text"), ("hydra.run.dir", "text"), ("recipe", "text")}
 )
 
 # The ends of every range, and what lies beyond them.

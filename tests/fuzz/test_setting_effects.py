@@ -56,7 +56,10 @@ RUNS = {
     "lion": ("optimizer=lion",),
     "adafactor": ("optimizer=adafactor",),
     "a constant rate": ("optimizer.schedule=constant",),
-    "adapters": ("model.lora.rank=2", "model.mesh_shape=[[2],[fsdp]]"),
+    "adapters": (
+        *("model.lora.rank=2", "recipe=null"),
+        "model.mesh_shape=[[2],[fsdp]]",
+    ),
     "the standard library": (
         *("data=stdlib", "data.synthetic.tokens=2000000", "model.vocab_size=264"),
     ),
@@ -160,7 +163,7 @@ OTHERS = {
 # How a run is called, shown, kept, watched or begun, and not what it computes.
 OF_THE_LOOP = {
     *("name", "hydra.run.dir", "model.name", "optimizer.name", "data.prefetch"),
-    *("data.num_workers", "data.cache_dir"),
+    *("data.num_workers", "data.cache_dir", "recipe"),
     *("training.max_skipped_steps", "training.log_every", "training.validate_every"),
     *("training.validation_sequences", "training.sample_prompt", "training.keep"),
     *("training.sample_length", "training.init_from", "training.checkpoint_every"),

@@ -304,6 +304,7 @@ def train_on_text(tmp_path: Path, *more: str) -> None:
             "training.sequence_length=16",
             "training.sample_length=0",
             "training.report=false",
+            "training.mixed_precision=f32",
         ),
         *(f"hydra.run.dir={tmp_path / 'run'}", *more),
     ]

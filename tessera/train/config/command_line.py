@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,7 @@ from tessera.train.config.model_tokenizer import tokenizer_notes, tokenizer_of
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.overrides import (
     GROUPS,
+    RECIPE,
     RUN_DIR,
     apply,
     is_choice,
@@ -49,6 +51,7 @@ from tessera.train.config.overrides import (
     refused,
     unknown_key,
 )
+from tessera.train.config.recipes import Recipe, choose_recipe, with_values
 from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import (
     as_yaml,
@@ -211,11 +214,12 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         files["model"].append(_OWN)
     data_path = _own_data(choices, parsed)
     raise_all([*errors, *_unknown_files(choices, files)])
-    config = _compose_files(choices, config_dir, model)
+    settings_overrides = [each for each in parsed if not is_choice(each)]
+    config, recipe = _with_recipe(choices, config_dir, model, settings_overrides)
+    errors += recipe.apply(config)
     if data_path is not None:
         config.data.path = data_path
     before = _unresolved(config)
-    settings_overrides = [each for each in parsed if not is_choice(each)]
     errors += _override(config, settings_overrides, model)
     errors += commits.pin_settings(config)
     try:
@@ -233,11 +237,12 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     config.data.tokenizer = settings.data.tokenizer
     with open_dict(config):
         del config["hydra"]
+    tokenizer = tokenizer_notes(settings, model.weights)
     composed = Composed(
         settings,
         as_text(config),
         Path(output_dir),
-        notes=(*model.notes, *tokenizer_notes(settings, model.weights)),
+        notes=(*model.notes, recipe.note(config), *tokenizer),
         published=model.published,
     )
     # That model=<folder> names its weights is not said twice.
@@ -254,12 +259,34 @@ def _unresolved(config: DictConfig) -> dict[str, Any]:
     return dict(walk(OmegaConf.to_container(config, resolve=False)))
 
 
+def _with_recipe(
+    choices: Mapping[str, str],
+    config_dir: Path,
+    model: _Model,
+    overrides: Sequence[Override],
+) -> tuple[DictConfig, Recipe]:
+    """What the files make, and the recipe, which is named or chosen."""
+    config = _compose_files(choices, config_dir, model)
+    run = deepcopy(config)
+    for _ in _override(run, overrides, model):
+        pass  # the mistakes are found again
+    recipe = Recipe(config.hydra.runtime.choices.get(RECIPE))
+    if recipe.name is None and all(o.key_or_group != RECIPE for o in overrides):
+        recipe = choose_recipe(run)
+        if recipe.name is not None:
+            chosen = {RECIPE: recipe.name}
+            raise_all([*_unknown_files(chosen, _files(config_dir))])
+            config = _compose_files({**choices, **chosen}, config_dir, model)
+    if recipe.name is not None:
+        recipe = with_values(recipe, config, run)
+    config.recipe = recipe.name
+    return config, recipe
+
+
 def _override(
     config: DictConfig, overrides: Sequence[Override], model: _Model
 ) -> Iterator[TesseraError]:
     """Change settings of a composed configuration."""
-    # The names of sources are the user's.
-    OmegaConf.set_struct(config.data.sources, False)
     resumes = [o.value() for o in overrides if o.key_or_group == "training.resume"]
     if model.weights is not None and all(r in ("none", "auto") for r in resumes):
         config.training.init_from = model.weights
@@ -368,7 +395,7 @@ def _compose_files(
     folder = str(config_dir.resolve())
     try:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
-            return hydra.compose(
+            config = hydra.compose(
                 "config",
                 [f"{group}='{name}'" for group, name in choices.items()],
                 return_hydra_config=True,
@@ -383,6 +410,8 @@ def _compose_files(
             got="\n".join(str(error).splitlines()[:4]),
             fix="correct the file that is named above",
         ) from error
+    OmegaConf.set_struct(config.data.sources, False)  # the names are the user's
+    return config
 
 
 def _store_schemas(definition: ModelDefinition) -> None:

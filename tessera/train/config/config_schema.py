@@ -52,7 +52,11 @@ def _copied(one: Field[Any]) -> Any:
 def schema(definition: ModelDefinition) -> DictConfig:
     """The type of every setting, for a kind of model."""
     groups = get_type_hints(Config) | {"model": model_schema(definition)}
-    return typed(make_dataclass("Schema", groups.items()))
+    # Hydra reads the file of a recipe into its node.
+    groups["recipe"] = Any
+    node = typed(make_dataclass("Schema", groups.items()))
+    node.recipe = None
+    return node
 
 
 def typed(cls: type) -> DictConfig:
@@ -87,7 +91,7 @@ def settings_of(config: DictConfig) -> Config:
     own = {one.name: sizes.pop(one.name) for one in _OF_EVERY_MODEL}
     definition = definition_of(own["definition"])
     model = ModelConfig(**own, config=definition.configure(sizes))
-    return Config(name=config.name, model=model, **values)
+    return Config(name=config.name, recipe=config.recipe, model=model, **values)
 
 
 def settings_of_text(text: str) -> Config:

@@ -7,6 +7,7 @@ Hydra's own help shows values alone; here are types and meanings as well.
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 
+from tessera.train.config.overrides import RECIPE
 from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import Description, as_yaml, describe, find
 from tessera.train.models.decoder.config import DecoderConfig
@@ -64,6 +65,8 @@ def group_settings(
 
 def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:
     yield fill(f"{group}={' | '.join(names)}", 80, subsequent_indent="  ") + "\n"
+    if group == RECIPE:
+        return
     cls, model_class = type(getattr(settings, group)), type(settings.model.config)
     for one in group_settings(group, cls, model_class):
         name = f"{group}.{one.name}"

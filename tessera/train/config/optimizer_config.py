@@ -37,7 +37,8 @@ class OptimizerConfig:
       learning_rate: The highest learning rate, reached at the end of the warm-up.
       scale_learning_rate: Multiply it by the number of data-parallel groups (linear) or
         by the root of that (sqrt).
-      warmup_steps: Steps over which the learning rate rises in a line from zero.
+      warmup_steps: Steps over which the learning rate rises in a line from zero; below
+        1, a fraction of training.steps.
       schedule: How it falls from there to the last step of the run.
       final_fraction: The learning rate at the last step, as a fraction of the highest.
     """
@@ -45,9 +46,25 @@ class OptimizerConfig:
     name: str = setting("adamw")
     learning_rate: float = setting(3e-3, above=0)
     scale_learning_rate: str = setting("none", choices=SCALINGS)
-    warmup_steps: int = setting(20, least=0, most=MOST_COUNT)
+    warmup_steps: int | float = setting(
+        20,
+        least=0,
+        most=MOST_COUNT,
+        test=lambda steps: isinstance(steps, int) or steps < 1,
+        legal="a number of steps, or a fraction below 1,",
+    )
     schedule: str = setting("cosine", choices=SCHEDULES, error=UnknownOptimizerError)
     final_fraction: float = setting(0.1, least=0, most=1)
+
+    def warmup(self, steps: int) -> int:
+        """Steps of the warm-up in a run of so many steps.
+
+        Example:
+          >>> [OptimizerConfig(warmup_steps=given).warmup(100) for given in (20, 0.03)]
+          [20, 3]
+        """
+        given = self.warmup_steps
+        return given if isinstance(given, int) else round(given * steps)
 
 
 @dataclass(frozen=True)
@@ -180,6 +197,35 @@ def check(config: OptimizerConfig, world_size: int = 1) -> list[TesseraError]:
             )
         )
     return [*errors, *broken(_UNREAD, config, "optimizer")]
+
+
+def unusual_rate(
+    config: OptimizerConfig, world_size: int, *, trains_all: bool
+) -> str | None:
+    """A warning where the learning rate would likely undo weights that are given.
+
+    Only for Adam and what moves each parameter by about the learning rate, as it does:
+    rates of SGD follow the gradients, and those of Adafactor the parameters.
+
+    Args:
+      config: The settings.
+      world_size: Data-parallel groups, by whose number the rate may be scaled.
+      trains_all: Whether all parameters are trained, and not adapters or a few.
+    """
+    if not isinstance(config, (AdamConfig, LionConfig)):
+        return None
+    factor = 0.2 if isinstance(config, LionConfig) else 1.0  # arXiv 2302.06675
+    low, high, most = (5e-6, 5e-5, 1e-4) if trains_all else (5e-5, 5e-4, 1e-2)
+    rule = config.scale_learning_rate
+    rate = scaled_learning_rate(config.learning_rate, world_size, rule)
+    if rate <= most * factor:
+        return None
+    what = "all parameters" if trains_all else "adapters or some parameters"
+    return (
+        f"a learning rate of {rate:g} likely undoes the weights that the run begins "
+        f"with: for {config.name}, optimizer.learning_rate is usually "
+        f"{low * factor:g} to {high * factor:g} where {what} are trained"
+    )
 
 
 def scaled_learning_rate(learning_rate: float, world_size: int, rule: str) -> float:

@@ -20,7 +20,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from tessera.errors import SettingValueError, TesseraError, UnknownSettingError
 from tessera.train.config.setting_fields import walk
 
-GROUPS: Final = ("model", "training", "data", "optimizer", "runtime")
+RECIPE: Final = "recipe"
+GROUPS: Final = (RECIPE, "model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
 _MOST_LISTED: Final = 12
 # Settings that other ones have replaced, and what to write instead.
@@ -100,19 +101,34 @@ def is_choice(override: Override) -> bool:
 def apply(override: Override, config: DictConfig) -> Iterator[TesseraError]:
     """Change one setting of a composed configuration, or say why that cannot be."""
     key, text = override.get_key_element().lstrip("+"), _short(override.input_line)
-    # Nothing is resolved before it is known to be harmless.
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    if (unknown := _unknown(key, values, text)) is not None:
-        yield unknown
-    elif override.is_add() or override.is_force_add():
+    errors = [*assign(key, override.value(), config, text)]
+    if not errors and (override.is_add() or override.is_force_add()):
         yield SettingValueError(
             "settings cannot be added, and this one is there already",
             got=text,
             fix=f"leave out the +: {text.lstrip('+')}",
         )
+    yield from errors
+
+
+def assign(
+    key: str, value: Any, config: DictConfig, text: str
+) -> Iterator[TesseraError]:
+    """Give a setting of a composed configuration a value.
+
+    Args:
+      key: Its dotted path.
+      value: The value; a dict changes what it names.
+      config: The configuration, which is changed.
+      text: What asks for it, for messages.
+    """
+    # Nothing is resolved before it is known to be harmless.
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    if (unknown := _unknown(key, values, text)) is not None:
+        yield unknown
     else:
         try:
-            OmegaConf.update(config, key, override.value(), merge=True)
+            OmegaConf.update(config, key, value, merge=True)
         except ConfigKeyError as error:
             yield unknown_key(error, text)
         # Lists in lists in lists are recursion to OmegaConf.

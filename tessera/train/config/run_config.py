@@ -323,6 +323,8 @@ class Config:
       data: See ``DataConfig``.
       optimizer: See ``OptimizerConfig`` and its subclasses.
       runtime: See ``RuntimeConfig``.
+      recipe: Whose values the settings have that neither the command line nor another
+        file gives; null is none.
     """
 
     name: str = field(
@@ -338,6 +340,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    recipe: str | None = setting(
+        None,
+        test=lambda name: name is None or isinstance(name, str),
+        legal="the name of a file",
+    )
 
     @property
     def model_options(self) -> ModelOptions:

@@ -75,7 +75,8 @@ def problems_of(config: Any, group: str) -> list[TesseraError]:
             continue
         name = f"{group}.{one.name}".lstrip(".")
         got = f"{name}={as_yaml(value)}"
-        if isinstance(value, float) and _keeps_to(value, limits):
+        is_rounded = isinstance(value, float) and as_f32(value) != value
+        if is_rounded and _keeps_to(value, limits):
             got += f", which is {as_f32(value):g} as a float32"
         errors.append(
             limits.get("error", SettingValueError)(

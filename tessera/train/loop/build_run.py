@@ -22,6 +22,7 @@ from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.optimizer_config import unusual_rate
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.setting_conflicts import numerics_problems
 from tessera.train.config.setting_fields import raise_all
@@ -307,6 +308,16 @@ class Run:
                 yield f"sync_gradients_every {every} {reason}"
             if rule != "none":
                 yield f"scale_learning_rate {rule} {reason}"
+
+    def warnings(self) -> list[str]:
+        """What is legal and likely a mistake, one sentence each."""
+        training = self.config.training
+        if training.init_from is None or training.eval_only:
+            return []
+        groups = data_parallel_groups(self.mesh.shape)
+        is_whole = not self.model.frozen
+        found = unusual_rate(self.config.optimizer, groups, trains_all=is_whole)
+        return [] if found is None else [found]
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.

@@ -143,23 +143,24 @@ def make_schedule(config: OptimizerConfig, steps: int, world_size: int = 1) -> S
     """The learning rate of each step, counted from 0: float32, a scalar.
 
     It rises in a line to its highest value, that of ``scaled_learning_rate``, at step
-    ``warmup_steps - 1`` and reaches ``final_fraction`` of that at step ``steps - 1``. A
-    run that is shorter than the warm-up ends while it rises.
+    ``config.warmup(steps) - 1`` and reaches ``final_fraction`` of that at step
+    ``steps - 1``. A run that is shorter than the warm-up ends while it rises.
 
     Example:
       >>> rate = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=4), 10)
       >>> [round(float(rate(step)), 2) for step in (0, 3, 6, 9)]
       [0.25, 1.0, 0.55, 0.1]
     """
-    falling = max(steps - config.warmup_steps, 1)
+    warmup = config.warmup(steps)
+    falling = max(steps - warmup, 1)
     highest = scaled_learning_rate(
         config.learning_rate, world_size, config.scale_learning_rate
     )
 
     def learning_rate(step: ArrayLike) -> Float[Array, ""]:
         done = jnp.asarray(step).astype(jnp.float32) + 1.0
-        rising = jnp.minimum(done / max(config.warmup_steps, 1), 1.0)
-        progress = jnp.clip((done - config.warmup_steps) / falling, 0.0, 1.0)
+        rising = jnp.minimum(done / max(warmup, 1), 1.0)
+        progress = jnp.clip((done - warmup) / falling, 0.0, 1.0)
         left = {
             "cosine": (1.0 + jnp.cos(jnp.pi * progress)) / 2.0,
             "linear": 1.0 - progress,

@@ -137,6 +137,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     return [
         ("mesh", f"{mesh.topology}{_place(mesh)}"),
         ("model", settings.model.name),
+        *((("recipe", settings.recipe),) if settings.recipe else ()),
         ("parameters", _parameters(run.model)),
         *(("layout", note) for note in run.layout_notes()),
         (
@@ -197,6 +198,8 @@ def dry_run(run: Run, notes: Sequence[str]) -> None:
     with Console(None) as console:
         for line in notes:
             log.info("%s", line)
+        for line in run.warnings():
+            log.warning("%s", line)
         console.show_table("run", run_rows(run))
         log.info("%s", dry_run_text(run))
 

@@ -271,6 +271,7 @@ class Trainer:
                 path, run.model, run.mesh, layouts=layouts, adapters=state.params
             )
             state = replace(state, params=params)
+            self._validated = -1  # also before the first step: what the weights are
         return Position(0, state, Cursor.start(self.corpus))
 
     def _batches(self, start_row: int) -> Generator[Any, None, None]:

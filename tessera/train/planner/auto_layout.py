@@ -22,11 +22,8 @@ from typing import Any, Final, Self
 from tessera.errors import TargetError, TesseraError
 from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
-from tessera.train.checkpoints.choose_checkpoint import AUTO as AUTO_RESUME
-from tessera.train.checkpoints.choose_checkpoint import NONE
+from tessera.train.config.recorded_run import recorded_run
 from tessera.train.config.run_config import data_parallel_groups
-from tessera.train.files.bounded_yaml import parse_yaml
-from tessera.train.loop.run_folder import CHECKPOINTS
 from tessera.train.planner.answer import describe
 from tessera.train.planner.auto_remat import AUTO as AUTO_REMAT
 from tessera.train.planner.auto_remat import choose_remat
@@ -131,21 +128,9 @@ class _RecordedRun:
     def find(cls, words: Sequence[str]) -> Self | None:
         """The run that ``training.resume`` names; None if there is no record of it."""
         values = dict(word.split("=", 1) for word in words if "=" in word)
-        resume = values.get("training.resume", NONE)
-        name = values.get("hydra.run.dir") if resume == AUTO_RESUME else resume
-        if resume == NONE or not name:
-            return None
-        folder = Path(name).absolute()
-        if folder.parent.name == CHECKPOINTS:  # one checkpoint
-            folder = folder.parent
-        if folder.name == CHECKPOINTS:
-            folder = folder.parent
-        try:
-            settings = parse_yaml((folder / "config.yaml").read_text())
-            is_run = "mesh_shape" in settings["model"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return None  # the trainer says what is wrong with the folder
-        return cls(folder, settings) if is_run else None
+        resume = values.get("training.resume", "none")
+        found = recorded_run(resume, values.get("hydra.run.dir"))
+        return None if found is None else cls(*found)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -39,7 +39,7 @@ def plan_run(
       PlanError: [T714] no layout is legal, or none fits.
       TesseraError: Any code of ``command_line.compose``.
     """
-    config, target, space = _asked(words)
+    config, target, space = _asked(words, note)
     note(f"tracing {config.model.name}")
     model = StepModel.of(config, target)
     has_experts = any("experts" in each.names for each in model.work.parameters)
@@ -52,10 +52,15 @@ def plan_run(
     return Answer(target, space, tuple(_line(words, space)), found)
 
 
-def _asked(words: Sequence[str]) -> tuple[Config, Target, Space]:
+def _asked(
+    words: Sequence[str], note: Callable[[str], object]
+) -> tuple[Config, Target, Space]:
     """The settings, the target and what may be chosen."""
     keys = [word.partition("=")[0] for word in words]
-    config = compose([*words, *_DRY, *_axes_for(keys)], configs_dir()).config
+    composed = compose([*words, *_DRY, *_axes_for(keys)], configs_dir())
+    for line in composed.notes:
+        note(line)
+    config = composed.config
     target = target_of(config)
     if target is None:
         names = ", ".join(machine_names())

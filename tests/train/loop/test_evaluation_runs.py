@@ -20,7 +20,14 @@ from tessera.train.loop.run_summary import dry_run_text, run_rows
 from tessera.train.loop.train_state import init_state
 from tessera.train.models.weights import export_weights
 from tests.train.config.command_lines import composed
-from tests.train.loop.short_runs import NO_VALIDATION, run_of, settings_of, train
+from tests.train.loop.short_runs import (
+    NO_VALIDATION,
+    run_of,
+    settings_of,
+    short_run,
+    train,
+    with_program_of,
+)
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adafactor")
 # Small enough to compile in seconds, with 264 ids for bytes.
@@ -193,6 +200,18 @@ def weights(tmp_path):
     path = tmp_path / "w.safetensors"
     export_weights(start.model.init(jax.random.key(3), start.mesh), path)
     return str(path)
+
+
+@pytest.mark.slow(reason="it trains twice")
+def test_a_run_from_weights_is_evaluated_before_its_first_step(tmp_path):
+    before = short_run()
+    path = tmp_path / "w.safetensors"
+    export_weights(before.state.params, path)
+    training = dataclasses.replace(before.run.config.training, init_from=str(path))
+    with_weights = with_program_of(before, settings_of(training=training))
+    first, *later = train(with_weights, tmp_path).validations
+    assert first == before.validations[-1] | {"step": 0}
+    assert [line["step"] for line in later] == [5, 10, 12]
 
 
 @pytest.mark.full

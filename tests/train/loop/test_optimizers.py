@@ -149,6 +149,15 @@ def test_the_rate_rises_in_a_line_then_falls_to_its_fraction_at_the_last_step():
         assert all(a >= b for a, b in pairwise(rates[3:]))
 
 
+def test_a_warm_up_may_be_a_fraction_of_the_run():
+    config = OptimizerConfig(warmup_steps=0.25)
+    rates = [make_schedule(c, 16) for c in (config, replace(config, warmup_steps=4))]
+    assert [rates[0](step) for step in range(16)] == [
+        rates[1](step) for step in range(16)
+    ]
+    assert [e.code for e in check(AdamWConfig(warmup_steps=1.5))] == ["T502"]
+
+
 def test_cosine_is_a_cosine():
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, final_fraction=0.0)
     rate = make_schedule(config, 10)
@@ -299,7 +308,7 @@ def test_all_mistakes_come_in_one_error():
         "optimizer.warmup_steps=-1\n"
         "  got: 2. [T502] optimizer.beta1 does not take this value: "
         "optimizer.beta1=2.0\n"
-        "  fix: 1. use a number from 0 to 2147483647\n"
+        "  fix: 1. use a number of steps, or a fraction below 1, from 0 to 2147483647\n"
         "  fix: 2. use a number at least 0 and below 1\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )

@@ -78,15 +78,29 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_what_a_tool_wrote_about_itself_is_a_note(folder):
-    assert composed(folder).notes == ()
+    assert len(composed(folder).notes) == 1  # the recipe
     values = {**VALUES, "unsloth_version": "2024.9", "unsloth_fixed": True}
     write_folder(folder, gemma3_tensors(VALUES), values)
     both = composed(folder)
     assert both.config.model.config == from_pretrained(folder)[0].config
-    assert both.notes == tuple(
+    assert both.notes[:-1] == tuple(
         f"{folder / 'config.json'}: {key} is about a tool, and ignored"
         for key in ("unsloth_version", "unsloth_fixed")
     )
+
+
+@pytest.mark.slow(reason="it composes six configurations")
+def test_a_rate_that_would_undo_the_weights_is_a_warning(folder):
+    rate = "optimizer.learning_rate=0.003"
+    assert run_of(folder).warnings() == []
+    (line,) = run_of(folder, rate).warnings()
+    assert "for adamw, optimizer.learning_rate is usually 5e-06 to 5e-05" in line
+    others = (
+        *(("model.lora.rank=2",), ("training.trainable=['*norm*']",)),
+        *(("training.init_from=null",), ("optimizer=sgd",)),
+    )
+    for other in others:
+        assert run_of(folder, rate, *other).warnings() == []
 
 
 def test_another_configuration_than_that_of_the_weights_is_refused(folder):

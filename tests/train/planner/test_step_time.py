@@ -21,7 +21,10 @@ from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
 from tessera.train.planner.workload import workload
 
-WORDS = ("data=synthetic", "training.sequence_length=64", "training.loss_chunk=none")
+WORDS = (
+    *("data=synthetic", "training.sequence_length=64", "training.loss_chunk=none"),
+    "recipe=null",
+)
 FULL = Layout((("fsdp", 8),), 2, 1, remat="full")
 LARGE = Layout((("fsdp", 8),), 16, 1)
 PIPELINE = Layout((("pp", 2), ("fsdp", 4)), 2, 4, schedule="1f1b")

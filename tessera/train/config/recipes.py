@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: usual values of settings for a kind of run, in ``configs/recipe``.
+
+A recipe acts like overrides that stand before those of the command line. A setting that
+another file of ``configs/`` gives a value of its own keeps it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tessera.errors import TesseraError
+from tessera.train.config.overrides import assign
+from tessera.train.config.recorded_run import recorded_run
+from tessera.train.config.setting_fields import as_yaml, default_of, walk
+from tessera.train.loop.run_folder import CHECKPOINTS
+
+_RATE = "optimizer.learning_rate"
+_LOSS = "data.loss_on"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which recipe a run has.
+
+    Attributes:
+      name: Of a file of ``configs/recipe``; None is no recipe.
+      reason: Why, as a clause; "" where the command line or ``config.yaml`` names it.
+      values: What it sets, by dotted path.
+    """
+
+    name: str | None
+    reason: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def apply(self, config: DictConfig) -> Iterator[TesseraError]:
+        """Set the values in a composed configuration."""
+        for path, value in self.values.items():
+            text = f"recipe={self.name}: {path}={as_yaml(value)}"
+            yield from assign(path, value, config, text)
+
+    def note(self, run: DictConfig) -> str:
+        """A line for the log: which recipe, why, and the settings that have its values.
+
+        Args:
+          run: The configuration of the run.
+        """
+        reason = self.reason and f", {self.reason}"
+        if self.name is None:
+            return f"no recipe{reason}"
+        final = dict(walk(OmegaConf.to_container(run, resolve=True)))
+        values = walk(dict(self.values))
+        used = [f"{path}={as_yaml(v)}" for path, v in values if final[path] == v]
+        return f"recipe={self.name}{reason}, sets {' '.join(used) or 'nothing'}"
+
+
+def choose_recipe(run: DictConfig) -> Recipe:
+    """The recipe of a run whose command line names none.
+
+    That of the run that it resumes, so that nothing changes there; else by what it
+    begins with.
+
+    Args:
+      run: Its configuration without a recipe, overrides included. No reference in it
+        is resolved.
+    """
+    values: Any = OmegaConf.to_container(run, resolve=False)
+    resume, training = values["training"]["resume"], values["training"]
+    recorded = recorded_run(resume, values["hydra"]["run"]["dir"])
+    if recorded is not None:
+        folder, settings = recorded
+        # Without a checkpoint, auto begins anew.
+        if resume != "auto" or any((folder / CHECKPOINTS).glob("[0-9]*")):
+            name = settings.get("recipe")
+            return Recipe(name and str(name), f"as the run in {folder}")
+    lora = values["model"].get("lora")
+    if isinstance(lora, Mapping) and lora.get("rank"):
+        return Recipe("lora", "because model.lora.rank is set")
+    if training["init_from"] is not None:
+        return Recipe(
+            "finetune", f"because the run begins with {training['init_from']}"
+        )
+    reason = "because the run begins with random weights"
+    return Recipe(None, f"{reason}; recipe=pretrain has values for larger models")
+
+
+def with_values(recipe: Recipe, files: DictConfig, run: DictConfig) -> Recipe:
+    """A recipe with its values for a run.
+
+    A learning rate by the optimizer's name is that of the run's optimizer; one that is
+    not named keeps its own. Which tokens are learned is said of every source that has
+    conversations.
+
+    Args:
+      recipe: The recipe.
+      files: What the files make, the recipe's values in the node ``recipe``.
+      run: The same with the overrides.
+    """
+    values: Any = OmegaConf.to_container(run, resolve=False)
+    given: Any = OmegaConf.to_container(files.recipe, resolve=False)
+    found: dict[str, Any] = {}
+    for path, value in walk(given or {}):
+        group, _, last = path.rpartition(".")
+        if group == _RATE:
+            if last != values["optimizer"]["name"]:
+                continue
+            path = _RATE
+        if path == _LOSS:
+            found |= dict(_of_conversations(values["data"], value))
+        elif not _is_changed(files, path):
+            found[path] = value
+    return replace(recipe, values=found)
+
+
+def _of_conversations(data: Mapping[str, Any], value: str) -> Iterator[tuple[str, Any]]:
+    """``loss_on`` of the data, or of each source, where there are conversations."""
+    if data["name"] == "text" and data["messages_key"]:
+        yield _LOSS, value
+    sources = {
+        name: {"loss_on": value}
+        for name, source in data["sources"].items()
+        if isinstance(source, Mapping) and source.get("messages_key")
+    }
+    if sources:
+        yield "data.sources", sources
+
+
+def _is_changed(files: DictConfig, path: str) -> bool:
+    """Whether a file gives a setting another value than its class does."""
+    group, _, name = path.rpartition(".")
+    node = OmegaConf.select(files, group)
+    cls = OmegaConf.get_type(node)
+    declared = getattr(cls, "__dataclass_fields__", {}).get(name)
+    if declared is None:
+        return False  # there is no such setting, as assigning it says
+    values: Any = OmegaConf.to_container(node, resolve=False)
+    return bool(values[name] != default_of(declared))
