@@ -5,7 +5,7 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,12 +46,15 @@ class Hub:
     Attributes:
       requests: Method and path of each request.
       token: What a request to a gated repository, and each push, has to carry.
+      pushes: Each is called after the next answer about what a branch is now.
     """
 
     repos: dict[str, Repo] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     token: str = "hf_right"
+    pushes: list[Callable[[], object]] = field(default_factory=list)
     url: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def push_folder(self, repo: str, folder: Path, **more: bytes) -> str:
         files = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -88,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "POST":
             self._write_request(parts, body)
         elif parts[0] == "api":
-            self._describe(parts[1:])
+            with self.hub.lock:  # one after the other, with the pushes between
+                self._describe(parts[1:])
         else:
             kind = "datasets" if parts[0] == "datasets" else "models"
             self._send_file(kind, parts[kind == "datasets" :])
@@ -144,6 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "siblings": [{"rfilename": name} for name in files],
             }
         )
+        if revision == "main" and self.hub.pushes:
+            self.hub.pushes.pop(0)()
 
     def _send_file(self, kind: str, parts: list[str]) -> None:
         repo, rest = f"{kind}/{parts[0]}/{parts[1]}", "/".join(parts[3:])
