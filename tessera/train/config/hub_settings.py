@@ -5,6 +5,7 @@ A resumed run uses the commits that its checkpoint has: a push to ``main`` meanw
 changes nothing of it.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from tessera.train.config.overrides import RUN_DIR
 from tessera.train.config.setting_fields import collected, walk
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.files.hub import HubName
+from tessera.train.runtime.launcher_protocol import ParentLauncher
 
 _OF_MODELS: Final = ("training.init_from", "data.tokenizer")
 _OF_DATA: Final = re.compile(r"data\.(path|sources\..+\.path)")
@@ -39,9 +41,7 @@ class HubCommits:
     """
 
     def __init__(self, overrides: Sequence[Override]) -> None:
-        given = {one.key_or_group: one.value() for one in overrides}
-        resume = given.get("training.resume", "none")
-        self._resumed = given.get(RUN_DIR) if resume == "auto" else resume
+        self._given = {one.key_or_group: one.value() for one in overrides}
 
     def pin(self, name: HubName) -> HubName:
         """A name with its commit: that of the run that is resumed, or the newest.
@@ -92,20 +92,31 @@ class HubCommits:
     @cached_property
     def _used(self) -> list[HubName]:
         """The names in the configuration of the run that is resumed."""
-        if self._resumed in (None, "none"):
-            return []
-        # Here, because these import JAX.
-        from tessera.train.checkpoints.checkpoint_folder import find_newest
-        from tessera.train.checkpoints.manifest import LAST
-        from tessera.train.checkpoints.metadata import read_metadata
+        for folder in self._resumed():
+            # Here, because these import JAX.
+            from tessera.train.checkpoints.checkpoint_folder import find_newest
+            from tessera.train.checkpoints.manifest import LAST
+            from tessera.train.checkpoints.metadata import read_metadata
 
-        # What cannot be read has its own error later.
-        with suppress(CheckpointNotFoundError, OSError, ValueError):
-            newest = find_newest(Path(str(self._resumed)))
-            values = parse_yaml(read_metadata(newest / LAST).config)
-            texts = (value for _, value in walk(values) if isinstance(value, str))
-            return [name for text in texts if (name := HubName.parse(text))]
+            # What cannot be read has its own error later.
+            with suppress(CheckpointNotFoundError, OSError, ValueError):
+                newest = find_newest(Path(folder))
+                values = parse_yaml(read_metadata(newest / LAST).config)
+                texts = (value for _, value in walk(values) if isinstance(value, str))
+                return [name for text in texts if (name := HubName.parse(text))]
         return []
+
+    def _resumed(self) -> Iterator[str]:
+        """Where the checkpoint may be that ``choose_start`` finds."""
+        launcher = ParentLauncher.find(os.environ)
+        attempt = launcher.attempt if launcher else 0
+        resume = self._given.get("training.resume", "none")
+        if launcher and (before := launcher.shared_before()):
+            yield before
+        if (attempt or resume == "auto") and RUN_DIR in self._given:
+            yield str(self._given[RUN_DIR])
+        if resume not in ("none", "auto"):
+            yield str(resume)
 
 
 def check_model(name: HubName, setting: str) -> None:

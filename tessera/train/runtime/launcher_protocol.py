@@ -109,11 +109,17 @@ class ParentLauncher:
 
     def shared_of_first_attempt(self, shared: str) -> str:
         """What rank 0 shared in the first attempt; stores ``shared`` if this is it."""
+        if (first := self.shared_before()) is not None:
+            return first
+        (self.folder / "shared").write_text(shared, encoding="utf-8")
+        return shared
+
+    def shared_before(self) -> str | None:
+        """What rank 0 shared in the first attempt, if this is a later one."""
         file = self.folder / "shared"
         if self.attempt and file.exists():
             return file.read_text(encoding="utf-8")
-        file.write_text(shared, encoding="utf-8")
-        return shared
+        return None
 
 
 def launcher_variables(folder: Path, attempt: int) -> dict[str, str]:

@@ -109,6 +109,28 @@ def test_a_resumed_run_keeps_its_commit_when_main_moves(hub, commit, tmp_path):
     assert moved in caught.value.got
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_an_attempt_of_the_launcher_keeps_the_commit_of_the_first(
+    hub, commit, tmp_path, monkeypatch, given
+):
+    run = tmp_path / "run"
+    words = ("model=org/gemma", SYNTHETIC, *[f"hydra.run.dir={run}"] * given)
+    checkpoint_of(composed(*words), run)
+    moved = hub.repos["models/org/gemma"].push(
+        {**hub.repos["models/org/gemma"].files_of(), "README.md": b"new"}
+    )
+    variables = {"FOLDER": tmp_path, "LAUNCHER": 1, "STATUS": 1, "ATTEMPT": 0}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"TESSERA_{name}", str(value))
+    name = composed(*words).config.training.init_from
+    assert name == f"hf://org/gemma@{moved}"
+    if not given:
+        (tmp_path / "shared").write_text(str(run))  # as rank 0 did
+    monkeypatch.setenv("TESSERA_ATTEMPT", "1")
+    name = composed(*words).config.training.init_from
+    assert name == f"hf://org/gemma@{commit}"
+
+
 def test_weights_and_tokenizers_may_be_of_the_hub_alone(hub, commit):
     name = f"hf://org/gemma@{commit}"
     training = composed("training.init_from=org/gemma", SYNTHETIC).config.training

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of the Hub: the files of a split, by the card or by name."""
 
+import gzip
 import json
 
 import pytest
@@ -87,6 +88,21 @@ def test_a_path_names_a_file_a_folder_or_a_glob(hub):
     assert files(f"{path}/**/test*") == ["data/test-0.jsonl", "more/test.jsonl"]
     with pytest.raises(DataNotFoundError, match=r"no file is other/\*\.txt"):
         files(f"{path}/other/*.txt")
+
+
+def test_the_conversion_of_the_hub_is_a_revision(hub):
+    repo = hub.repos["datasets/org/set"]
+    converted = {"default/train/0.jsonl": ROWS, "default/test/0.jsonl": ROWS}
+    repo.push(converted, "refs/convert/parquet")
+    path = "hf://datasets/org/set@refs/convert/parquet/default/train"
+    assert files(path) == ["default/train/0.jsonl"]
+
+
+def test_other_suffixes_are_read_if_the_format_is_named(hub):
+    rows = gzip.compress(ROWS)
+    hub.repos["datasets/org/set"].push({"en/c4.00.json.gz": rows, "en/x.txt": b"x"})
+    path = "hf://datasets/org/set/en/c4.*.json.gz"
+    assert files(path, format="jsonl") == ["en/c4.00.json.gz"]
 
 
 def test_nothing_is_inferred_from_the_names_of_files(hub):
