@@ -25,8 +25,8 @@ from tessera.train.report.run_files import Series
 _DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
-def label(value: object, longest: int = 60) -> str:
-    """A text as Plotly shows it: escaped, and not longer than a legend is wide."""
+def label(value: object, longest: int = 40) -> str:
+    """A text as Plotly shows it: escaped, and no wider than the screen of a phone."""
     name = str(value)
     return text(name if len(name) <= longest else f"…{name[1 - longest :]}")
 
@@ -37,13 +37,15 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
 
 
 def number(value: float | None) -> str:
-    """A number of a table, to four digits.
+    """A number of a table: to four digits, or whole from a thousand on.
 
     Example:
-      >>> number(1234567.0), number(0.000123456), number(12), number(None)
-      ('1.235e+06', '0.0001235', '12', '–')
+      >>> number(1234567.8), number(0.000123456), number(12), number(None)
+      ('1,234,568', '0.0001235', '12', '–')
     """
-    return "–" if value is None else f"{value:.4g}"
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def utc(seconds: float) -> str:
@@ -103,21 +105,22 @@ def line_chart(
         rows.append(
             (
                 name,
-                len(steps),
+                number(len(steps)),
                 number(values[-1]),
-                steps[-1],
+                number(steps[-1]),
                 number(low[0]),
-                low[1],
+                number(low[1]),
                 number(high[0]),
-                high[1],
+                number(high[1]),
             )
         )
     longest = max(map(len, curves.values()))
     if longest > MOST_POINTS:
         words.append(f"Drawn are the lowest and highest of groups of {longest:,} steps")
+    thousands = {"separatethousands": True, "exponentformat": "none"}
     layout = {
-        "xaxis": axis("step"),
-        "yaxis": axis(unit, type="log" if log else "linear"),
+        "xaxis": axis("step", **thousands),
+        "yaxis": axis(unit, type="log") if log else axis(unit, **thousands),
         "showlegend": len(curves) > 1,
         "hovermode": "x unified",
     }

@@ -26,11 +26,8 @@ def compiled_step(runs: Sequence[RunFiles]) -> Html:
 
 
 def _of_step(run: RunFiles) -> dict[str, str]:
-    """The table of the last attempt, in which a name may have several rows."""
-    figures = dict[str, str]()
-    for event in run.of_kind("program")[-1:]:
-        for name, value in event["rows"]:
-            figures[name] = f"{figures[name]}; {value}" if name in figures else value
+    """The table of the last attempt."""
+    figures = run.program("rows")
     if peaks := run.series.get("peak_memory_bytes"):
         figures["measured peak of memory"] = f"{max(peaks.values()) / 2**30:.4g} GiB"
     return figures

@@ -55,13 +55,18 @@ def table(
     lines: list[str] = []
     for number, (first, *others) in enumerate(rows):
         kind = ' class="marked"' if number in marks else ""
-        cells = "".join(f"<td>{text(cell)}</td>" for cell in others)
-        lines.append(f'<tr{kind}><th scope="row">{text(first)}</th>{cells}</tr>')
+        cells = "".join(f"<td>{_cell(cell)}</td>" for cell in others)
+        lines.append(f'<tr{kind}><th scope="row">{_cell(first)}</th>{cells}</tr>')
     return Html(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
         f"<table><caption>{text(caption)}</caption><thead><tr>{heads}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _cell(value: object) -> str:
+    """Text that goes on in the next line between the words of a long setting."""
+    return text(value).replace("_", "_<wbr>").replace("=", "=<wbr>")
 
 
 def details(summary: str, body: Html) -> Html:

@@ -46,7 +46,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
         written.
     """
     unique = {folder.resolve(): folder for folder in folders}
-    names: Iterable[str | None] = [None]
+    names: Iterable[str] = map(_short, unique)
     if len(unique) > 1:  # what tells them apart
         common = os.path.commonpath(unique)
         names = (os.path.relpath(path, common) for path in unique)
@@ -90,6 +90,13 @@ def report_page(runs: Sequence[RunFiles]) -> Html:
         plotly=get_plotlyjs(),
     )
     return Html(page)
+
+
+def _short(folder: Path) -> str:
+    """The path of a run below ``outputs``, or the name of its folder."""
+    parts = folder.parts
+    below = parts.index("outputs") + 1 if "outputs" in parts else -1
+    return "/".join(parts[below:])
 
 
 def _section(title: str, make: _Section, runs: Sequence[RunFiles]) -> Html:

@@ -46,6 +46,18 @@ class RunFiles:
         """The events of one kind, in order."""
         return [event for event in self.events if event["event"] == kind]
 
+    def program(self, part: str) -> dict[str, str]:
+        """A table that the last attempt logged: what it was to do, or what it compiled.
+
+        Args:
+          part: ``run`` or ``rows``; a name may have several rows.
+        """
+        table = dict[str, str]()
+        for event in self.of_kind("program")[-1:]:
+            for name, value in event.get(part, ()):
+                table[name] = f"{table[name]}; {value}" if name in table else value
+        return table
+
 
 def read_run(path: Path, name: str | None = None) -> RunFiles:
     """Read the folder of a run.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first section: how each run ended, and its main numbers."""
+"""The first section: how each run ended, what it was, and its main numbers."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -14,12 +14,16 @@ _LONGEST_MESSAGE = 500
 
 
 def summary(runs: Sequence[RunFiles]) -> Html:
-    """A verdict on each run, and a table of all."""
+    """A verdict on each run, and tables of all."""
     parts = [paragraph(f"{run.name}: {verdict(run)}", "verdict") for run in runs]
-    numbers = [_numbers(run) for run in runs]
-    rows = [(name, *(each[name] for each in numbers)) for name in numbers[0]]
     header = ("", *(run.name for run in runs))
-    parts.append(table("Main numbers", header, rows))
+    for caption, columns in (
+        ("Main numbers", [_numbers(run) for run in runs]),
+        ("What was run", [_what_was_run(run) for run in runs]),
+    ):
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = [(name, *(each.get(name, "–") for each in columns)) for name in names]
+        parts.append(table(caption, header, rows))
     parts += [
         paragraph(f"{run.name}: could not be read in full. {problem}", "warning")
         for run in runs
@@ -52,21 +56,35 @@ def verdict(run: RunFiles) -> str:
 def _ending(run: RunFiles) -> str:
     ends = ("start", "end", "stop", "failure")
     events = [event for event in run.events if event["event"] in ends]
-    of = f" of {steps}" if (steps := run.settings.get("training.steps")) else ""
+    steps = run.settings.get("training.steps")
+    of = f" of {steps:,}" if isinstance(steps, int) else f" of {steps}" if steps else ""
     done = max(run.series.get("loss", {}), default=0)
     if not events:
         return f"No events say how it ended; {done:,}{of} steps are recorded."
     last = events[-1]
     if last["event"] == "end":
-        return f"Finished: {last.get('step', done)}{of} steps."
+        return f"Finished: {number(last.get('step', done))}{of} steps."
     if last["event"] == "stop":
-        return f"Stopped after step {last.get('step', done)}{of}, to go on later."
+        step = number(last.get("step", done))
+        return f"Stopped after step {step}{of}, to go on later."
     if last["event"] == "failure":
         message = str(last.get("message", "no message"))[:_LONGEST_MESSAGE]
-        return f"Failed after step {done}{of}: {message}"
+        return f"Failed after step {done:,}{of}: {message}"
     moment = max(event["time"] for event in run.events)
     seen = utc(moment)
-    return f"Going on, or killed: {done}{of} steps, last heard of at {seen} UTC."
+    return f"Going on, or killed: {done:,}{of} steps, last heard of at {seen} UTC."
+
+
+def _what_was_run(run: RunFiles) -> dict[str, str]:
+    """Model, data and all that the log says at the start of a run."""
+    names = {
+        "model": "model.name",
+        "data": "data.name",
+        "path of the data": "data.path",
+    }
+    # Of a run that an earlier version wrote, or that did not get that far.
+    known = {name: str(run.settings.get(path) or "") for name, path in names.items()}
+    return run.program("run") or {name: value for name, value in known.items() if value}
 
 
 def _numbers(run: RunFiles) -> dict[str, str]:
@@ -80,9 +98,9 @@ def _numbers(run: RunFiles) -> dict[str, str]:
         "steps": f"{max(series.get('loss', {}), default=0):,}",
         "loss": _last(series.get("loss", {})),
         "validation loss": _last(series.get("val_loss", {})),
-        "tokens per second, median": _median(series.get("tokens_per_second", {})),
-        "seconds a step, median": _median(series.get("step_seconds", {})),
-        "model FLOP utilization, median": _median(series.get("mfu", {})),
+        "tokens/s, median": _median(series.get("tokens_per_second", {})),
+        "seconds/step, median": _median(series.get("step_seconds", {})),
+        "MFU, median": _median(series.get("mfu", {})),
         "goodput": f"{shares['step']:.1%}" if is_timed else "–",
         "attempts": str(len(starts) or "–"),
         "devices": f"{where['num_devices']} × {where.get('device_kind', '?')}"

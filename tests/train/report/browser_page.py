@@ -17,6 +17,23 @@ OVERFLOWS = """() => {
   return found.slice(0, 5);
 }"""
 
+# Words and numbers of tables that go on in the next line.
+BROKEN_WORDS = """() => {
+  document.querySelectorAll("details").forEach((each) => { each.open = true; });
+  const found = [], range = document.createRange();
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let text; (text = texts.nextNode());) {
+    if (!text.parentElement.closest("table")) continue;
+    for (const word of text.data.matchAll(/[\\w.,%]{2,22}/g)) {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      const tops = [...range.getClientRects()].map((box) => Math.round(box.top));
+      if (new Set(tops).size > 1) found.push(word[0]);
+    }
+  }
+  return found.slice(0, 5);
+}"""
+
 # The points that Plotly drew, for each chart.
 POINTS = """() => [...document.querySelectorAll(".chart")].map((chart) => [
   chart.getAttribute("aria-label").slice(0, 60),

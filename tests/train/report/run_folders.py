@@ -26,6 +26,13 @@ PROGRAM: list[Any] = [
 ]
 
 
+BEGINS: list[Any] = [
+    ["model", "tiny: 1,234,567 parameters"],
+    ["data", "text at 'books': 7,560,354 tokens, 232,639 for validation"],
+    ["settings", "training.steps=200 training.numerics=deterministic"],
+]
+
+
 def metrics(steps: int) -> list[dict[str, Any]]:
     """A curve of a loss that falls, with a validation every 50 steps."""
     lines: list[dict[str, Any]] = []
@@ -37,7 +44,7 @@ def metrics(steps: int) -> list[dict[str, Any]]:
                 "loss": 2 + 3 / step + 0.1 * math.sin(step),
                 "grad_norm": 1 + 0.5 * math.sin(step),
                 "learning_rate": 0.003 * min(1, step / 20),
-                "tokens_per_second": 1000.0 + step % 7,
+                "tokens_per_second": 12000.0 + step % 7,
                 "step_seconds": 0.1 + 0.01 * (step % 5),
                 "data_wait_fraction": 0.1,
                 "mfu": 0.4,
@@ -81,7 +88,7 @@ def events() -> list[dict[str, Any]]:
     second = {"attempt": 1}
     return [
         start(),
-        {"time": 1e9, "attempt": 0, "event": "program", "rows": PROGRAM},
+        {"time": 1e9, "attempt": 0, "event": "program", "run": BEGINS, "rows": PROGRAM},
         phase("start", 1e9 - 5, 5.0),
         phase("compile", 1e9, 10.0),
         phase("step", 1e9 + 10, 40.0, **steps),

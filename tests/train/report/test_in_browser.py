@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from tessera.train.report.page import write_report
-from tests.train.report.browser_page import CONTRASTS, OVERFLOWS, POINTS, chromium
+from tests.train.report.browser_page import (
+    BROKEN_WORDS,
+    CONTRASTS,
+    OVERFLOWS,
+    POINTS,
+    chromium,
+)
 from tests.train.report.run_folders import SETTINGS, make_hostile_run, make_run, metrics
 
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-report")
@@ -39,8 +45,9 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     runs = {
         "one": [make_run(folder / "runs" / "one")],
         "long": [make_run(folder / "runs" / "long", lines=metrics(100_000))],
-        "hostile": [make_hostile_run(folder / "runs")],
     }
+    # Beside another one, so that charts have legends.
+    runs["hostile"] = [make_hostile_run(folder / "runs"), *runs["one"]]
     runs["two"] = [*runs["one"], make_run(folder / "runs" / "two", settings=other)]
     for name, folders in runs.items():
         write_report(folders, folder / f"{name}.html")
@@ -87,6 +94,14 @@ def test_a_report_fits_can_be_read_and_complains_of_nothing(
         assert drawn
         assert [chart for chart in drawn if not (chart[1] and chart[2])] == []
         assert opened.seen == []
+
+
+@pytest.mark.parametrize("name", ["one", "two", "long"])
+def test_tables_hold_their_words_on_a_phone(browser, reports, name):
+    with Opened(
+        browser, reports[name], viewport={"width": 360, "height": 800}
+    ) as opened:
+        assert opened.page.evaluate(BROKEN_WORDS) == []
 
 
 def test_a_hostile_name_is_shown_as_it_is(browser, reports):

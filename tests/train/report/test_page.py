@@ -95,6 +95,10 @@ def test_no_section_of_a_whole_run_fails(whole):
     ("title", "sentence"),
     [
         ("Summary", "Finished: 200 of 200 steps. Loss 1.928 at step 200."),
+        ("Summary", "<td>tiny: 1,234,567 parameters</td>"),
+        ("Summary", "7,560,354 tokens, 232,639 for validation</td>"),
+        ("Summary", '<th scope="row">tokens/s, median</th><td>12,003</td>'),
+        ("Throughput and step time", "<td>12,006</td>"),
         ("Compiled step", "<td>4 GiB: state and batch 3 GiB, temporaries 1 GiB</td>"),
         ("Compiled step", "<td>layers 0-2, 3-5; 1f1b: 2 stages, 2 microbatches</td>"),
         ("Compiled step", "measured peak of memory</th><td>5 GiB</td>"),
@@ -203,7 +207,28 @@ def test_one_section_that_cannot_be_made_leaves_the_others(tmp_path, rows):
 def test_the_same_run_twice_counts_once(tmp_path):
     run = make_run(tmp_path / "a")
     write_report([run, run / "." / "..", run][::2], tmp_path / "r.html")
-    assert f"<h1>Report of {run}</h1>" in (tmp_path / "r.html").read_text()
+    assert "<h1>Report of a</h1>" in (tmp_path / "r.html").read_text()
+
+
+def test_a_run_is_called_by_its_path_below_outputs(tmp_path):
+    run = make_run(tmp_path / "outputs/tiny/2026-11-28/12-00-00")
+    write_report([run], tmp_path / "r.html")
+    title = "<h1>Report of tiny/2026-11-28/12-00-00</h1>"
+    assert title in (tmp_path / "r.html").read_text()
+
+
+def test_a_run_without_a_log_of_its_start_has_the_model_and_data_of_its_settings(
+    tmp_path,
+):
+    settings = "model: {name: tiny}\ndata: {name: text, path: books}\n"
+    run = make_run(tmp_path / "a", happened=[], settings=settings)
+    body = section(report_page([read_run(run)]), "Summary")
+    for name, value in (
+        ("model", "tiny"),
+        ("data", "text"),
+        ("path of the data", "books"),
+    ):
+        assert f'<th scope="row">{name}</th><td>{value}</td>' in body
 
 
 def test_a_report_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
