@@ -16,9 +16,9 @@ from tessera.errors import TesseraError as TesseraError
 from tessera.errors import TesseraWarning as TesseraWarning
 from tessera.foundations.dtypes import *
 from tessera.graph.distribute import distribute as distribute
-from tessera.graph.gradient_primitive import grad as grad
 from tessera.graph.jit import function as function
 from tessera.graph.jit import function as jit
+from tessera.graph.value_and_grad import grad as grad
 from tessera.graph.value_and_grad import value_and_grad as value_and_grad
 from tessera.mesh import Mesh as Mesh
 from tessera.ops.clipping import clip_by_global_norm as clip_by_global_norm

@@ -26,6 +26,7 @@ from tessera.errors import (
 from tessera.foundations.context import holding
 from tessera.foundations.dtypes import as_dtype as as_dtype
 from tessera.jax_compat import jaxprs
+from tessera.jax_compat.tracebacks import at_boundary
 from tessera.mesh import AnyMesh, Mesh, as_mesh, opened_or_none
 from tessera.shard_spec import ShardSpec as ShardSpec
 from tessera.shard_spec import local_shape as local_shape
@@ -207,6 +208,7 @@ for _name in _OPERATORS:
 jaxprs.register_array_like(DistTensor)
 
 
+@at_boundary
 def tensor(
     shape: Sequence[int] | int,
     layout: ShardSpec | PartitionSpec | None = None,

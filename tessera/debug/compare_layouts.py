@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 from tessera.debug.differences import Difference, Report, difference
 from tessera.debug.intermediates import Site
 from tessera.debug.mesh_runs import MeshRun
+from tessera.jax_compat.tracebacks import at_boundary
 from tessera.mesh import AnyMesh, Mesh, as_mesh
 
 __all__ = ["compare_layouts"]
@@ -24,6 +25,7 @@ MAX_BYTES: Final = 2**28
 Pair: TypeAlias = tuple[int, int]
 
 
+@at_boundary
 def compare_layouts(
     step: Callable[..., Any],
     batch: Any,

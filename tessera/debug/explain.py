@@ -18,6 +18,7 @@ from tessera.graph.function import Function
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.graph.training_steps import Step
 from tessera.jax_compat import jaxprs, mlir
+from tessera.jax_compat.tracebacks import at_boundary
 
 __all__ = ["Explanation", "trace"]
 
@@ -115,6 +116,7 @@ def _count(program: jaxprs.Program) -> int:
     )
 
 
+@at_boundary
 def trace(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Show how a model or a step is traced, transformed, laid out and compiled.
 

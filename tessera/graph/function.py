@@ -39,7 +39,7 @@ from tessera.graph.tracer.program_lookup import ProgramLookup
 from tessera.graph.tracer.tracer import trace
 from tessera.graph.tracer.write_back import write_back
 from tessera.jax_compat import jaxprs, traces
-from tessera.jax_compat.equation_lines import without_own_frames
+from tessera.jax_compat.tracebacks import trim_frames
 from tessera.shard import DistTensor
 from tessera.tracing import scope
 from tessera.tracing.mutable_arrays import check_captured
@@ -101,7 +101,8 @@ class Function:
                 args, kwargs = self.static.marked(args, kwargs)
             return self._run_any(args, kwargs)
         except Exception as error:
-            raise without_own_frames(error)  # noqa: B904 - it is the same error
+            trim_frames(error, keep=0)
+            raise
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """A function in a class is a method of its instances."""
@@ -365,8 +366,12 @@ class Function:
         """The result of a phase for a call that is not made."""
         if self.static.names:
             args, kwargs = self.static.marked(args, kwargs)
-        with objects_split(args, kwargs) as call:
-            return stage(self._flatten(call.args, call.kwargs))
+        try:
+            with objects_split(args, kwargs) as call:
+                return stage(self._flatten(call.args, call.kwargs))
+        except Exception as error:
+            trim_frames(error)  # those that called this one follow
+            raise
 
     def _for_objects(self, call: Call) -> tuple[Callable[..., Any], Options]:
         """The body and the options for a call, in which there may be objects."""

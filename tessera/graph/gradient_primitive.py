@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.grad`` and ``graph.backward``: the ``gradient`` primitive and its functions.
+"""The ``gradient`` primitive, and gradients of a value that was computed.
 
 While a function is traced, the gradient of a value that was already computed is one
 equation, ``gradient loss weight…``, with one result for each weight. The pass
@@ -100,36 +100,8 @@ def _abstract(loss: Any, *weights: Any, names: tuple[str, ...], **_: Any) -> lis
     return [weight.strip_weak_type() for weight in weights]
 
 
-def grad(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
-    """The gradient of a loss that was already computed, by any traced weights.
-
-    Args:
-      loss: One floating-point number, computed in the function being traced.
-      weights: Tree of floating-point arrays that the loss was computed from:
-        arguments, parameters or intermediate values. In the body of a loop or a branch
-        it may be a loss from before, by weights from before. An ``nnx.Module`` in it
-        stands for ``nnx.state(module, nnx.Param)``.
-      allow_unused: Give zeros for weights that the loss does not depend on.
-
-    Returns:
-      A tree like ``weights``: same shapes, dtypes and, for inputs of the step, layouts
-      (under ZeRO from stage 2 on, the layouts of its gradients).
-
-    Raises:
-      OutsideTraceError: [T302] the loss is not being traced by Tessera.
-      UnconnectedGradientError: [T303] the loss does not depend on a weight (raised when
-        the program is differentiated, with the weight's path).
-      LossFormError: [T304] the loss is not a floating-point scalar.
-      UndifferentiableError: [T317] (as T303) a loop of unknown length is in the way.
-
-    Example:
-      >>> import tessera as ts, jax.numpy as jnp
-      >>> @ts.function
-      ... def slope(x):
-      ...     return ts.grad(jnp.sum(x**2), x)
-      >>> print(slope(jnp.array([1.0, 2.0])))
-      [2. 4.]
-    """
+def gradients_of(loss: Any, weights: Any, *, allow_unused: bool = False) -> Any:
+    """The gradient of a loss that was already computed: ``ts.grad`` of a value."""
     traced, here = isinstance(loss, jaxprs.Tracer), scope.current()
     if not traced and here is not None and here.is_eager:
         raise _eager_error()

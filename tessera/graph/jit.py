@@ -5,18 +5,30 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from tessera.annotations import signature_of
 from tessera.errors import ArgumentError
 from tessera.graph.function import Function
-from tessera.graph.jit_options import JitOptions, by_either_name, listed, one_of
+from tessera.graph.jit_options import (
+    JitOptions,
+    by_either_name,
+    listed,
+    one_of,
+    refuse_options,
+)
 from tessera.graph.tracer.declared_layouts import Options
+from tessera.jax_compat.tracebacks import at_boundary
 from tessera.mesh import AnyMesh, as_mesh
 
 __all__ = ["function"]
 
+# Options of jax.jit, and what takes their place.
+_ON_A_DEVICE = "put the arguments there: jax.device_put(x, device)"
+_ELSEWHERE: Final = {"device": _ON_A_DEVICE, "backend": _ON_A_DEVICE}
 
+
+@at_boundary
 def function(  # noqa: PLR0913 - the options of jax.jit, too
     body: Callable[..., Any] | None = None,
     *,
@@ -34,6 +46,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: Mapping[str, bool | str] | None = None,
+    **others: Any,
 ) -> Any:
     """Compile a function written for one device for the mesh that it is used on.
 
@@ -67,12 +80,14 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       inline: Whether the function is inlined where ``jax.jit`` traces it; Tessera
         always does so.
       compiler_options: Options of XLA for this program, by name.
+      **others: None: those of ``jax.jit`` that are left say what takes their place.
 
     Returns:
       A ``Function``: call it, or stop at a stage: ``trace``, ``lower``, ``compile``.
 
     Raises:
-      ArgumentError: [T301] it is no function, or one that returns before it has run.
+      ArgumentError: [T301] it is no function, or one that returns before it has run,
+        or there is no such option.
       UnknownPassError: [T307] there is no such pass.
       SpecFormError: [T204] a layout is declared for an argument that does not exist, or
         in a form that is none.
@@ -86,6 +101,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       >>> print(scaled_sum(jnp.arange(4.0), 2))
       12.0
     """
+    refuse_options(others, inspect.signature(function), _ELSEWHERE)
     if body is None:
         return functools.partial(
             function,

@@ -33,6 +33,7 @@ from tessera.foundations.tree import Skeleton
 from tessera.graph.function import Function
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat import jaxprs
+from tessera.jax_compat.tracebacks import at_boundary
 from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
 from tessera.ops.operand_layouts import (
     as_array,
@@ -128,6 +129,7 @@ class Kernel:
                     fix=did_you_mean(name, self._signature.parameters),
                 )
 
+    @at_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body on every device; arguments and results are global arrays."""
         if manual_axes():

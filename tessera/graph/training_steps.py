@@ -23,6 +23,7 @@ from tessera.graph.ir import Role
 from tessera.graph.jit_options import JitOptions, one_of
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
+from tessera.jax_compat.tracebacks import at_boundary
 from tessera.mesh import AnyMesh, as_mesh
 from tessera.shard import DistTensor
 from tessera.tracing import scope
@@ -92,6 +93,7 @@ class Step(Function):
         self._values = {name: flat[name] for name in declarations}
         self._placed_for = {}
 
+    @at_boundary
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Create the parameters, each shard on its own device.
 
@@ -227,6 +229,7 @@ def stage(name: str) -> Callable[[Callable[..., Any]], Stage]:
     return decorate
 
 
+@at_boundary
 def training_step(
     module: str | Callable[..., Any] | None = None,
     *,

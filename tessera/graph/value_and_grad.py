@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ts.value_and_grad``: a function's value and its gradient by some arguments.
+"""``ts.grad`` and ``ts.value_and_grad``: gradients by weights, or by arguments.
+
+``ts.grad`` of a value that was computed is an equation of the step, and that of a
+function is a part of ``ts.value_and_grad`` of it.
 
 Inside a step the call is traced separately and differentiated at once, so that it works
 inside ``jax.vmap`` and ``jax.grad``; a call with a pipeline is differentiated by the
@@ -7,9 +10,10 @@ step's passes instead, as ``ts.grad`` is. Outside of steps it is a ``ts.function
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +24,12 @@ from tessera.errors import ArgumentError, did_you_mean
 from tessera.foundations.tree import partition
 from tessera.graph.differentiation import differentiated
 from tessera.graph.function import Function
-from tessera.graph.gradient_primitive import grad, gradient_taken_p
+from tessera.graph.gradient_primitive import gradient_taken_p, gradients_of
+from tessera.graph.jit_options import refuse_options
 from tessera.graph.pipelining.pipeline_primitive import has_pipeline
 from tessera.graph.tracer.declared_layouts import Options, is_number
 from tessera.jax_compat import jaxprs
+from tessera.jax_compat.tracebacks import at_boundary
 from tessera.ops.operand_layouts import layout_of
 from tessera.shard import ARRAYS, is_tensor
 from tessera.tracing import scope
@@ -34,9 +40,91 @@ from tessera.tracing.object_arguments import (
     split_result,
 )
 
-__all__ = ["value_and_grad"]
+__all__ = ["grad", "value_and_grad"]
 
 Which: TypeAlias = int | str
+
+# Options of jax.grad, and what takes their place.
+_BY_JAX = "use jax.grad or jax.value_and_grad, which work in a step as well"
+_ELSEWHERE: Final = {"holomorphic": _BY_JAX, "allow_int": _BY_JAX}
+_MISSING: Final = object()
+
+
+def grad(
+    loss: Any,
+    weights: Any = _MISSING,
+    *,
+    argnums: Which | Sequence[Which] = 0,
+    has_aux: bool = False,
+    allow_unused: bool = False,
+    **others: Any,
+) -> Any:
+    """The gradient of a loss: of a value by weights, or of a function, as ``jax.grad``.
+
+    Of a value that was already computed, by any traced weights::
+
+        loss = jnp.mean((x @ weights - y) ** 2)
+        gradients = ts.grad(loss, weights)
+
+    Of a function, by its arguments::
+
+        gradients = ts.grad(loss_of)(weights, x, y)
+
+    Args:
+      loss: One floating-point number, computed in the function being traced; or a
+        function, as for ``ts.value_and_grad``.
+      weights: Tree of floating-point arrays that the value was computed from:
+        arguments, parameters or intermediate values. In the body of a loop or a branch
+        it may be a loss from before, by weights from before. An ``nnx.Module`` in it
+        stands for ``nnx.state(module, nnx.Param)``. Of a function these are
+        ``argnums``, as they are the second argument of ``jax.grad``.
+      argnums: Of a function, as for ``ts.value_and_grad``.
+      has_aux: Whether the function returns a pair, of which the second is no loss.
+      allow_unused: Give zeros for weights that the loss does not depend on.
+      **others: None: those of ``jax.grad`` that are left say what takes their place.
+
+    Returns:
+      A tree like ``weights``: same shapes, dtypes and, for inputs of the step, layouts
+      (under ZeRO from stage 2 on, the layouts of its gradients). Of a function, a
+      function that returns such a tree, and with ``has_aux`` a pair of it and the rest.
+
+    Raises:
+      ArgumentError: [T301] a function is given with weights, or a value without.
+      OutsideTraceError: [T302] the loss is a value that Tessera does not trace.
+      UnconnectedGradientError: [T303] the loss does not depend on a weight (raised when
+        the program is differentiated, with the weight's path).
+      LossFormError: [T304] the loss is not a floating-point scalar.
+      UndifferentiableError: [T317] (as T303) a loop of unknown length is in the way.
+
+    Example:
+      >>> import tessera as ts, jax.numpy as jnp
+      >>> @ts.function
+      ... def slope(x):
+      ...     return ts.grad(jnp.sum(x**2), x)
+      >>> print(slope(jnp.array([1.0, 2.0])))
+      [2. 4.]
+      >>> print(ts.grad(lambda x: jnp.sum(x**2))(jnp.array([1.0, 2.0])))
+      [2. 4.]
+    """
+    refuse_options(others, inspect.signature(grad), _ELSEWHERE)
+    if not callable(loss):
+        if weights is _MISSING or has_aux or argnums != 0:
+            raise ArgumentError(
+                "ts.grad of a value takes the weights to differentiate it by",
+                got=f"a {type(loss).__name__}, which is no function",
+                fix="ts.grad(loss, weights), or ts.grad(function, argnums)(*arguments)",
+            )
+        return gradients_of(loss, weights, allow_unused=allow_unused)
+    which = argnums if weights is _MISSING else weights
+    both = value_and_grad(loss, which, has_aux=has_aux, allow_unused=allow_unused)
+
+    @at_boundary
+    @functools.wraps(both)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient
 
 
 def value_and_grad(
@@ -45,6 +133,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     allow_unused: bool = False,
+    **others: Any,
 ) -> Callable[..., Any]:
     """A function that gives a loss and its gradient by arguments of that loss.
 
@@ -60,15 +149,18 @@ def value_and_grad(
       argnums: Position or name of the argument to differentiate by, or several.
       has_aux: Whether the function returns a pair.
       allow_unused: Give zeros for arrays that the loss does not depend on.
+      **others: None: those of ``jax.value_and_grad`` that are left say what takes their
+        place.
 
     Returns:
       A function of the same arguments. It gives ``(loss, gradients)``, with ``has_aux``
       ``((loss, aux), gradients)``; the gradients are a tree like the argument, or a
-      tuple of them where several were request for. Shapes, dtypes and layouts are those
+      tuple of them where several were asked for. Shapes, dtypes and layouts are those
       of ``ts.grad``.
 
     Raises:
-      ArgumentError: [T301] (at the call) there is no such argument.
+      ArgumentError: [T301] it is no function, or ``argnums`` are neither positions nor
+        names; (at the call) there is no such argument.
       UnconnectedGradientError: [T303] (at the call) the loss does not depend on an
         array, which is named by its path.
       LossFormError: [T304] (at the call) the loss is not one floating-point number, or
@@ -82,17 +174,18 @@ def value_and_grad(
       >>> print(value, slope["scale"])
       12.0 12.0
     """
-    is_single = isinstance(argnums, (int, str))
+    refuse_options(others, inspect.signature(value_and_grad), _ELSEWHERE)
     request = _GradientRequest(
         function,
-        which=(argnums,) if isinstance(argnums, (int, str)) else tuple(argnums),
-        is_single=is_single,
+        which=_which(function, argnums),
+        is_single=isinstance(argnums, (int, str)),
         has_aux=has_aux,
         allow_unused=allow_unused,
     )
 
     name = getattr(function, "__name__", type(function).__name__)
 
+    @at_boundary
     @functools.wraps(function)
     def with_gradient(*args: Any, **kwargs: Any) -> Any:
         here = scope.current()
@@ -117,6 +210,25 @@ def value_and_grad(
     return with_gradient
 
 
+def _which(function: Any, argnums: Any) -> tuple[Which, ...]:
+    """The arguments to differentiate by.
+
+    Raises:
+      ArgumentError: [T301] there is no function, or arrays in place of their positions.
+    """
+    which = (argnums,) if isinstance(argnums, (int, str)) else argnums
+    is_listed = isinstance(which, (tuple, list))
+    if callable(function) and is_listed and all(isinstance(w, Which) for w in which):
+        return tuple(which)
+    given = "a function" if callable(function) else f"a {type(function).__name__}"
+    raise ArgumentError(
+        "a function is differentiated by arguments, which are those of the call",
+        got=f"{given}, and a {type(argnums).__name__} to differentiate by",
+        fix="ts.grad(function)(weights, ...), or argnums= for others than the first\n"
+        "ts.grad(loss, weights) is for a loss that was computed in a ts.function",
+    )
+
+
 @dataclass(frozen=True)
 class _GradientRequest:
     """A function to differentiate, and by which arguments."""
@@ -136,7 +248,7 @@ class _GradientRequest:
             jax.tree.structure(weights), jax.tree.leaves(weights)
         )
         result = scope.resolve_callee(self.function)(*args, **kwargs)
-        gradients = grad(
+        gradients = gradients_of(
             self.loss(result),
             weights[0] if self.is_single else weights,
             allow_unused=self.allow_unused,

@@ -17,7 +17,7 @@ from jax._src import config, source_info_util, traceback_util
 
 PACKAGE = Path(__file__).parents[1]
 # Of the layer: models and the trainer count as user code.
-_OWN_FILES = tuple(str(path) for path in PACKAGE.iterdir() if path.name != "train")
+OWN_FILES = tuple(str(path) for path in PACKAGE.iterdir() if path.name != "train")
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 _INSTALLED = ("site-packages", "dist-packages")
@@ -36,23 +36,11 @@ def lines_in_cache_key() -> AbstractContextManager[Any]:
 
 
 def hide_library_frames() -> None:
-    """Make JAX omit the layer's frames from tracebacks and source lines."""
-    for path in _OWN_FILES:
+    """Make JAX omit the layer's frames from its tracebacks and source lines."""
+    for path in OWN_FILES:
         if path not in traceback_util._exclude_paths:
             traceback_util.register_exclusion(path)
             source_info_util.register_exclusion(path)
-
-
-def without_own_frames(error: BaseException) -> BaseException:
-    """An error whose traceback leaves out the frames of JAX and of Tessera.
-
-    ``JAX_TRACEBACK_FILTERING=off`` keeps all of them.
-    """
-    if config.traceback_filtering.value == "off":
-        return error
-    hide_library_frames()
-    frames: Any = error.__traceback__
-    return error.with_traceback(traceback_util.filter_traceback(frames))
 
 
 @functools.cache
@@ -62,7 +50,7 @@ def is_library_code(path: str) -> bool:
     The names of the folders above the libraries do not matter.
     """
     file = Path(path)
-    if any(file.is_relative_to(place) for place in _OWN_FILES):
+    if any(file.is_relative_to(place) for place in OWN_FILES):
         return True
     for folder, name in reversed([*itertools.pairwise(file.parts)]):
         if folder in _INSTALLED:  # of this machine, or of the one that compiled

@@ -104,7 +104,11 @@ def test_there_must_be_such_an_argument(number):
 
 @pytest.mark.parametrize(
     "options",
-    [{"donate_argnums": 0}, {"donate_argnames": ["state"]}, {"donate": ["state"]}],
+    [
+        {"donate_argnums": 0},
+        {"donate_argnames": ["state"]},
+        *({"donate": donated} for donated in (["state"], "state", (0,))),
+    ],
     ids=str,
 )
 def test_a_donated_argument_is_gone(options):
@@ -168,6 +172,55 @@ def test_shardings_are_of_one_mesh_and_of_the_mesh_that_is_declared(dp_mesh, gri
         ts.jit(jnp.add, in_shardings=(one, one), mesh=grid_mesh)
     with pytest.raises(SettingConflictError, match="declared in two ways"):
         ts.jit(jnp.sin, in_shardings=one, in_specs={"x": P()})
+
+
+@pytest.mark.parametrize("name", ["in_specs", "in_shardings"])
+@pytest.mark.parametrize("form", ["by name", "by position", "for all"])
+def test_layouts_of_arguments_have_three_forms_under_either_name(dp_mesh, name, form):
+    split = NamedSharding(dp_mesh.jax, P("dp"))
+    layouts = {
+        "by name": {"x": split, "y": P("dp")},
+        "by position": [P("dp"), split],
+        "for all": split,
+    }
+    step = ts.jit(lambda x, y: x + y, **{name: layouts[form]})
+    assert [v.spec for v in step.trace(X, X).graph.inputs] == [P("dp")] * 2
+    assert step(X, X).sharding.mesh == dp_mesh.jax
+
+
+def test_layouts_by_position_leave_out_what_is_static(dp_mesh):
+    def scaled(x, factor, y, *rest, key=0):
+        return x * factor + y + key + sum(rest)
+
+    for static in ({"static_argnums": 1}, {"static_argnames": ("factor", "key")}):
+        step = ts.function(scaled, mesh=dp_mesh, in_specs=(P(), P("dp"), P()), **static)
+        traced = step.trace(X, 2, X, X, key=1)
+        assert [v.spec for v in traced.graph.inputs] == [P(), P("dp"), P()]
+
+
+@pytest.mark.parametrize("layouts", [(P(),), (P(),) * 4], ids=["few", "many"])
+def test_there_is_one_layout_for_each_argument(dp_mesh, layouts):
+    for name in ("in_specs", "in_shardings"):
+        with pytest.raises(SpecFormError, match=f"{name} has not one layout for each"):
+            ts.function(lambda x, y, z=0: x, mesh=dp_mesh, **{name: layouts})
+    step = ts.function(lambda x, y=1: x * y, mesh=dp_mesh, in_specs=(P("dp"),))
+    assert step(X, 2).sharding.spec == P("dp")  # a number has no layout
+    with pytest.raises(SpecFormError, match="no layout for argument 'y'"):
+        step(X, X)
+
+
+def test_none_declares_no_layout(dp_mesh):
+    split = jax.device_put(X, NamedSharding(dp_mesh.jax, P("dp")))
+    step = ts.jit(jnp.add, in_shardings=(None, None))
+    assert step(X, X).sharding == X.sharding
+    assert step(split, X).sharding == split.sharding
+
+
+@pytest.mark.parametrize("layout", ["dp", ("dp", None), 3, {"x": "dp"}], ids=repr)
+def test_what_is_no_layout_is_refused(dp_mesh, layout):
+    for name in ("in_specs", "out_specs", "in_shardings", "out_shardings"):
+        with pytest.raises(SpecFormError, match=f"{name} takes layouts"):
+            ts.function(jnp.add, mesh=dp_mesh, **{name: layout})
 
 
 def test_a_sharding_of_one_device_is_a_place():
@@ -279,3 +332,12 @@ def test_a_function_that_returns_before_its_body_runs_is_refused():
     for body in (generate, wait):
         with pytest.raises(ArgumentError, match="returns before its body runs"):
             ts.jit(body)
+
+
+def test_options_that_are_left_out_say_what_takes_their_place():
+    for option in ({"device": jax.devices()[1]}, {"backend": "cpu"}):
+        with pytest.raises(ArgumentError, match=r"jax\.device_put\(x, device\)"):
+            ts.jit(jnp.sin, **option)
+        assert ts.jit(jnp.sin, **dict.fromkeys(option))(X).shape == X.shape
+    with pytest.raises(ArgumentError, match="did you mean 'in_specs'"):
+        ts.function(in_spec=P("dp"))

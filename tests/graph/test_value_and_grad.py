@@ -234,3 +234,80 @@ def test_integers_and_vectors_are_refused():
         LossFormError, ts.value_and_grad(lambda n: jnp.float32(1)), jnp.arange(3)
     )
     assert "cannot be differentiated by" in text
+
+
+# --- ts.grad of a function
+
+
+ARGUMENTS = (jnp.linspace(0.5, 1.0, 4), jnp.linspace(-1.0, 1.0, 4))
+
+
+def product(weights, x):
+    return jnp.sum((weights * x) ** 2)
+
+
+def with_rest(weights, x):
+    return product(weights, x), {"x": x}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"argnums": 1}, {"argnums": (0, 1)}, {"argnums": (1,)}], ids=str
+)
+@pytest.mark.parametrize("function", [product, with_rest])
+def test_the_gradient_of_a_function_is_that_of_jax_grad(function, options):
+    options = options | {"has_aux": function is with_rest}
+    wanted = jax.grad(function, **options)(*ARGUMENTS)
+    positional = {"has_aux": options["has_aux"]}
+    for gradient in (
+        ts.grad(function, **options),
+        ts.grad(function, options.get("argnums", 0), **positional),
+        ts.jit(ts.grad(function, **options)),
+        jax.jit(ts.grad(ts.function(function), **options)),
+        ts.function(lambda *args: ts.grad(function, **options)(*args)),
+    ):
+        found = gradient(*ARGUMENTS)
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_the_gradient_of_a_function_is_transformed_and_named():
+    @ts.grad
+    def cube(x):
+        return x**3
+
+    assert cube.__name__ == "cube"
+    np.testing.assert_allclose(ts.grad(cube)(2.0), 12.0)
+    rows = jnp.array([1.0, 2.0])
+    np.testing.assert_allclose(jax.vmap(cube)(rows), 3 * rows**2)
+    by_name = ts.grad(product, argnums="x")(ARGUMENTS[0], x=ARGUMENTS[1])
+    np.testing.assert_allclose(by_name, jax.grad(product, 1)(*ARGUMENTS), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: ts.grad(product, w),
+        lambda w: ts.grad(product, {"w": w}),
+        lambda w: ts.grad(product, argnums=w),
+        lambda w: ts.value_and_grad(product, w),
+        lambda w: ts.value_and_grad(product(w, w), w),
+        lambda w: ts.grad(product(w, w)),
+        lambda w: ts.grad(product(w, w), w, argnums=1),
+        lambda w: ts.grad(product(w, w), w, has_aux=True),
+    ],
+)
+@pytest.mark.parametrize("where", [lambda call: call, ts.function], ids=["out", "in"])
+def test_weights_of_a_value_and_arguments_of_a_function_are_not_mixed_up(call, where):
+    with pytest.raises(ArgumentError, match=r"ts\.grad\(loss, weights\)"):
+        where(call)(ARGUMENTS[0])
+
+
+@pytest.mark.parametrize("option", ["holomorphic", "allow_int"])
+def test_what_jax_grad_has_and_this_one_has_not(option):
+    for take in (ts.grad, ts.value_and_grad):
+        with pytest.raises(ArgumentError, match=r"use jax\.grad"):
+            take(product, **{option: True})
+        take(product, **{option: False})
+    with pytest.raises(ArgumentError, match="did you mean 'argnums'"):
+        ts.grad(product, argnum=1)

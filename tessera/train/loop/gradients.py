@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from tessera.foundations.tree import Tree
-from tessera.graph.gradient_primitive import grad
+from tessera.graph.gradient_primitive import gradients_of
 from tessera.tracing.scope import constrain
 from tessera.train.config.step_config import StepConfig
 from tessera.train.loop.deterministic_numerics import FixedOrder
@@ -102,7 +102,7 @@ def _microbatches(
         else:
             totals = microbatch(weights, micro)
         loss, sums = _scaled(totals, scale)
-        return sums, grad(loss, weights)
+        return sums, gradients_of(loss, weights)
 
     zeros = jax.tree.map(jnp.zeros_like, weights)
     if not unreduced:

@@ -135,7 +135,7 @@ def test_a_layout_for_no_argument_is_refused_when_it_is_declared():
         "  fix: did you mean 'tokens'? Known: 'tokens', 'scale'\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
-    with pytest.raises(SpecFormError, match="no argument 'y' to lay out or donate"):
+    with pytest.raises(SpecFormError, match="no argument 'y' to be donated"):
         ts.function(same, donate=["y"])
 
 
