@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from tessera.annotations import annotations_of, signature_of
 from tessera.errors import StrategyError, did_you_mean
 from tessera.graph.function import Function
+from tessera.graph.jit_options import one_of
 from tessera.graph.pipelines import pipeline_of_arguments
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
@@ -32,6 +33,7 @@ from tessera.graph.tracer.strategy_roles import (
     STATE,
 )
 from tessera.graph.tracer.zero_owner import as_any_owner
+from tessera.mesh import AnyMesh, as_mesh
 
 __all__ = ["STRATEGIES", "distribute"]
 
@@ -50,10 +52,11 @@ STRATEGIES: Final[Mapping[str, tuple[str, int | None]]] = MappingProxyType(
 )
 
 
-def distribute(
+def distribute(  # noqa: PLR0913 - a mesh, and the roles of arguments
     strategy: str,
     *,
     stage: int | None = None,
+    mesh: AnyMesh | None = None,
     mesh_axes: Sequence[str] | None = None,
     params: Names = None,
     gradients: Names = None,
@@ -89,7 +92,7 @@ def distribute(
     parameters, and sent to the stage that reads it. ``batch`` or ``params`` declares
     which arguments have rows, as for ``graph.pipeline``, which takes more options.
 
-    The mesh is that of ``ts.function`` (its ``mesh=``, the innermost ``with mesh:``, or
+    The mesh is that of ``ts.function`` (its ``mesh=``, the innermost that is open, or
     what the arguments live on); without any, every device there is along one axis.
     Called inside another function, this one becomes part of it: the layouts of arrays
     are then those of that function.
@@ -106,6 +109,7 @@ def distribute(
     Args:
       strategy: One of the names above.
       stage: Of ``zero_redundancy_optimizer``: 1, 2 or 3; 2 by default.
+      mesh: As for ``ts.function``, where that does not declare it.
       mesh_axes: The axes to split over, the last of them for what is no batch and no
         expert. By default ``dp``, ``fsdp``, ``tp``, ``pp`` or ``ep``.
       params: Arguments that are parameters, by name, or paths in arguments:
@@ -173,6 +177,8 @@ def distribute(
 
     def decorate(body: Callable[..., Any]) -> Function:
         options, body = _undecorated(strategy, body)
+        declared_mesh = one_of("mesh", as_mesh(mesh), options.mesh)
+        options = replace(options, mesh=declared_mesh)
         settings: dict[str, Any] = {
             "name": strategy,
             "stage": zero_stage,

@@ -6,7 +6,7 @@ Beside ``jaxprs``: like it, this module may use ``jax._src``.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -42,10 +42,52 @@ def is_tracing() -> bool:
 
 def ambient_mesh() -> jax.sharding.Mesh | None:
     """The mesh of ``jax.set_mesh`` or of ``with mesh:`` with a mesh of JAX."""
-    mesh = mesh_lib.get_concrete_mesh()
-    if mesh.empty:
-        mesh = mesh_lib.thread_resources.env.physical_mesh
+    mesh, opened = mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env
+    if mesh.empty and not isinstance(opened, _MeshOfSpecs):
+        mesh = opened.physical_mesh
     return None if mesh.empty else mesh
+
+
+class _MeshOfSpecs:
+    """Stands for JAX's record of ``with mesh:``; makes the mesh when it is asked."""
+
+    def __init__(self, mesh: Callable[[], jax.sharding.Mesh]) -> None:
+        self._mesh = mesh
+
+    @property
+    def physical_mesh(self) -> jax.sharding.Mesh:
+        return self._mesh()
+
+    def with_mesh(self, mesh: jax.sharding.Mesh) -> Any:
+        return mesh_lib.ResourceEnv(mesh)
+
+
+@contextmanager
+def resolving_specs(
+    mesh: Callable[[], jax.sharding.Mesh], key: Hashable
+) -> Iterator[None]:
+    """In this context ``with_sharding_constraint`` takes a PartitionSpec.
+
+    It is on this mesh, unless the user has opened one of JAX. The types of arrays do
+    not name the mesh, as they would under ``jax.set_mesh``.
+
+    Args:
+      mesh: Gives the mesh.
+      key: Distinguishes it from others, for JAX's caches of traced functions.
+    """
+    if ambient_mesh() is not None:
+        yield
+        return
+    resources, setting = mesh_lib.thread_resources, config.mesh_context_manager
+    resources.stack.append(_MeshOfSpecs(mesh))
+    resources.env = resources.stack[-1]
+    before = setting.swap_local((key,))
+    try:
+        yield
+    finally:
+        resources.stack.pop()
+        resources.env = resources.stack[-1]
+        setting.set_local(before)
 
 
 def is_reference(aval: Any) -> bool:

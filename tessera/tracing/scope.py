@@ -9,7 +9,7 @@ the first trace. Neither trace allocates anything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import OutsideTraceError, ParameterNameError
 from tessera.foundations.context import holding as holding
+from tessera.jax_compat import traces
 from tessera.mesh import Mesh, opened_or_none
 from tessera.shard import DistTensor, ShardSpec, capturing, tensor
 from tessera.shard_spec import spec_over
@@ -158,16 +159,25 @@ def current() -> Scope | None:
     return _open.get()
 
 
-def transforming(mesh: Mesh | None) -> AbstractContextManager[None]:
+@contextmanager
+def transforming(mesh: Mesh | None) -> Iterator[None]:
     """Let what is traced later, such as rules of gradients, know the step's mesh."""
-    return holding(_transformed, mesh)
+    with holding(_transformed, mesh), _resolving_specs(mesh):
+        yield
 
 
 @contextmanager
 def opened(scope: Scope) -> Iterator[Scope]:
     """Make ``scope`` current and let captured tensors be declared in it."""
-    with holding(_open, scope), capturing(scope.capture):
+    with holding(_open, scope), capturing(scope.capture), _resolving_specs(scope.mesh):
         yield scope
+
+
+def _resolving_specs(mesh: Mesh | None) -> AbstractContextManager[None]:
+    """Let a PartitionSpec of a constraint be on the step's mesh."""
+    if mesh is None:
+        return nullcontext()
+    return traces.resolving_specs(lambda: mesh.compile_mesh, mesh)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes of JAX, given or set, wherever Tessera takes a mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,16 +78,18 @@ def test_a_tensor_is_declared_on_it(mesh):
 
 
 def test_a_strategy_splits_over_it(mesh):
-    @ts.function(mesh=mesh)
-    @ts.distribute("data_parallel")
     def step(weights, batch):
         loss = jnp.mean(jnp.sin(batch) * weights)
         return weights - ts.grad(loss, weights)
 
-    found = step(np.float32(1.0), X)
-    np.testing.assert_allclose(found, 1 - np.sin(X).mean(), rtol=1e-5)
-    batch = step.trace(np.float32(1.0), X).graph.inputs[1]
-    assert batch.spec == P("dp")
+    for split in (
+        ts.function(mesh=mesh)(ts.distribute("data_parallel")(step)),
+        ts.distribute("data_parallel", mesh=mesh)(step),
+    ):
+        found = split(np.float32(1.0), X)
+        np.testing.assert_allclose(found, 1 - np.sin(X).mean(), rtol=1e-5)
+        assert found.sharding.mesh.axis_names == AXES
+        assert split.trace(np.float32(1.0), X).graph.inputs[1].spec == P("dp")
 
 
 def test_a_training_step_splits_its_batch_over_it(mesh):
@@ -127,6 +131,7 @@ def test_what_is_no_mesh_is_refused(given):
         lambda: graph.training_step(affine, mesh=given),
         lambda: graph.pipeline([], mesh=given),
         lambda: dist.tensor((8,), mesh=given),
+        lambda: ts.distribute("fsdp", mesh=given)(affine),
     ):
         with pytest.raises(NoMeshError, match="what is given as a mesh is none"):
             declare()
@@ -203,3 +208,109 @@ def test_a_function_without_layouts_is_left_to_jax(set_mesh):
             except ValueError as error:
                 found.append(type(error))
         assert found[0] == found[1] or found[0].is_equivalent_to(found[1], 2)
+
+
+# --- constraints inside
+
+
+def constrained(x):
+    return jax.lax.with_sharding_constraint(x * 2, P(None, "tp"))
+
+
+@jax.custom_vjp
+def with_rule(x):
+    return x * 2
+
+
+def backward_rule(_, gradient):
+    return (jax.lax.with_sharding_constraint(gradient * 2, P(None, "tp")),)
+
+
+with_rule.defvjp(lambda x: (x * 2, None), backward_rule)
+
+
+def slope(x):
+    return ts.grad(jnp.sum(with_rule(x)), x) * x
+
+
+def in_a_loop(x):
+    return jax.lax.scan(lambda c, _: (constrained(c), None), x, None, length=1)[0]
+
+
+def in_a_branch(x):
+    if x[0, 0] < 0:
+        x = constrained(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "body", [constrained, jax.jit(constrained), slope, in_a_loop, in_a_branch]
+)
+def test_a_partition_spec_in_a_constraint_is_on_the_mesh_of_the_function(
+    body, grid_mesh, dp_mesh
+):
+    split = jax.device_put(X, NamedSharding(grid_mesh.jax, P("dp")))
+    with grid_mesh:
+        opened = ts.function(body)(X)
+    for found in (
+        ts.function(body, mesh=grid_mesh)(X),
+        ts.function(body)(split),
+        jax.jit(ts.function(body, mesh=grid_mesh))(X),
+        opened,
+    ):
+        np.testing.assert_array_equal(found, X * 2)
+        if body is not slope:
+            assert found.sharding.mesh == grid_mesh.jax
+            assert found.sharding.spec[1:] == P("tp")[:]
+    other = dist.Mesh(["dp", "tp"], devices=range(8), shape=(4, 2))
+    again = ts.function(body, mesh=other)(X)  # another mesh is another program
+    assert again.sharding.mesh == other.jax
+
+
+def test_such_a_constraint_is_on_a_mesh_that_is_not_here_too(large_mesh):
+    struct = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    compiled = ts.function(constrained, mesh=large_mesh).compile(struct)
+    (layout,) = compiled.jax.output_shardings
+    assert layout.spec == P(None, "tp")
+
+
+def reshards(x):
+    return jax.sharding.reshard(x, P("dp"))
+
+
+def maps(x):
+    return jax.shard_map(lambda x: x, in_specs=P("dp"), out_specs=P("dp"))(x)
+
+
+def multiplies(x):
+    return x @ x.T
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "note"),
+    [
+        (reshards, "auto", r"\[T106\].*jax\.set_mesh"),
+        (maps, "auto", r"\[T106\].*jax\.set_mesh"),
+        (multiplies, "explicit", r"\[T205\].*AxisType\.Auto"),
+        (
+            lambda x: jax.sharding.reshard(x, NamedSharding(KINDS["auto"](), P("dp"))),
+            "auto",
+            r"\[T205\].*with_sharding_constraint",
+        ),
+    ],
+)
+def test_what_jax_refuses_says_what_to_write(body, kind, note):
+    mesh = KINDS[kind]()
+    step = ts.function(body, mesh=mesh, in_specs=P(None, "tp"))
+    with pytest.raises(Exception, match=r"mesh|shard") as caught:
+        step(X)
+    notes = " ".join(caught.value.__notes__).replace("\n", " ")
+    assert re.search(note, notes)
+
+
+def test_what_needs_the_mesh_of_jax_works_where_it_is_set(set_mesh):
+    bodies = [reshards] if "dp" in set_mesh.explicit_axes else [maps, constrained]
+    for body in bodies:
+        for step in (ts.function(body), ts.function(body, mesh=set_mesh)):
+            found, wanted = step(X), jax.jit(body)(X)
+            assert found.sharding.is_equivalent_to(wanted.sharding, 2)

@@ -36,6 +36,7 @@ from tessera.graph.tracer.declared_layouts import (
     output_values,
     parameter_value,
 )
+from tessera.graph.tracer.mesh_hints import hints
 from tessera.graph.tracer.mesh_inference import (
     Owned,
     captured_leaves,
@@ -317,7 +318,12 @@ def _run(
         return [*returned, *map(jnp.asarray, written)]
 
     _describe(flat, function, [value.name for value in values])
-    with scope.opened(here), jaxprs.isolated_trace(), in_types_of(mesh):
+    with (
+        hints(mesh),
+        scope.opened(here),
+        jaxprs.isolated_trace(),
+        in_types_of(mesh),
+    ):
         run.program = jax.make_jaxpr(flat)(*(v.type_on(mesh) for v in values))
     return run
 

@@ -8,7 +8,7 @@ flash          checks the arguments
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from tessera.ops.attention.dispatch import (
 )
 from tessera.ops.operand_checks import check_one_dtype, raise_problems
 from tessera.ops.operand_layouts import as_array
+
+# The shapes of another order are often legal too, and then mean something else.
+_LAYOUT: Final = "heads come before the sequence: x.swapaxes(1, 2) for [B, S, H, D]"
 
 
 def flash_attention(  # noqa: PLR0913
@@ -52,7 +55,8 @@ def flash_attention(  # noqa: PLR0913
     sequences that are split over devices, use ``op.context_attention``.
 
     Args:
-      q: Queries ``[B, H, S, D]``.
+      q: Queries ``[B, H, S, D]``, heads before the sequence: ``x.swapaxes(1, 2)`` for
+        ``[B, S, H, D]``, which ``jax.nn.dot_product_attention`` takes.
       k: Keys ``[B, G, T, D]``, G dividing H.
       v: Values ``[B, G, T, D]``.
       causal: Whether a query attends only to keys at or before its position; S is T.
@@ -135,7 +139,7 @@ def _segments(q: Array, k: Array, segment_ids: Any) -> Array | None:
         raise OperandError(
             "flash_attention takes a segment id for each query",
             got=f"segment_ids {ids.dtype.name}{list(ids.shape)}",
-            fix=f"pass integers of shape {shape}",
+            fix=f"pass integers of shape {shape}\n{_LAYOUT}",
         )
     if q.shape[2] != k.shape[2]:
         raise OperandError(
@@ -154,8 +158,7 @@ def _check_operands(q: Array, k: Array, v: Array) -> None:
             "flash_attention takes queries [B, H, S, D], and keys and values "
             "[B, G, T, D] whose G divides H",
             got=f"queries {q.shape}, keys {k.shape}, values {v.shape}",
-            fix="give all three the same B and D; heads come before the sequence: "
-            "x.reshape(B, S, H, D).transpose(1, 2)",
+            fix=f"give all three the same B and D\n{_LAYOUT}",
         )
     check_one_dtype("flash_attention", q, k, v)
 
@@ -173,7 +176,8 @@ def _check_options(
         problems.append(
             (
                 f"{queries} queries, {keys} keys, causal=True",
-                "pass causal=False, or use jax.nn.dot_product_attention with a mask",
+                "pass causal=False, or use jax.nn.dot_product_attention with a mask\n"
+                + _LAYOUT,
             )
         )
     known = isinstance(window, (int, np.integer))

@@ -226,6 +226,25 @@ def test_what_does_not_fit_is_an_error(change, settings, text):
         flash_attention(*drawn(**change), **settings)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "settings"),
+    [
+        (3, {}),  # 20 is no multiple of what are now the keys' heads
+        (2, {"causal": True}),
+        (4, {"segment_ids": IDS}),
+    ],
+)
+def test_heads_after_the_sequence_are_an_error_that_says_which_order_it_is(
+    kv_heads, settings
+):
+    """As JAX has them: ``[B, S, H, D]``, where the sizes show it."""
+    q, k, v = (x.swapaxes(1, 2) for x in drawn(kv_heads=kv_heads))
+    if kv_heads == 3:
+        k, v = k[:, :6], v[:, :6]
+    with pytest.raises(OperandError, match=r"x\.swapaxes\(1, 2\) for \[B, S, H, D\]"):
+        flash_attention(q, k, v, **settings)
+
+
 def test_operands_of_different_dtypes_are_an_error_that_names_them():
     q, k, v = drawn()
     with pytest.raises(OperandError) as caught:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from jax.sharding import AxisType
 
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
-from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models import DecoderConfig, DecoderModel, generate
 from tessera.train.models.pipeline_stages import StageSplit
 from tessera.train.models.safetensors import SafetensorsFile
 from tessera.train.models.weights import export_weights, import_weights
@@ -29,6 +30,7 @@ CONFIG = DecoderConfig(
     global_every=2,
 )
 MODEL = DecoderModel(CONFIG)
+KEY = jax.random.key(0)
 STAGED = DecoderModel(CONFIG, split=StageSplit.of(CONFIG, 2))
 
 
@@ -67,6 +69,22 @@ def test_parameters_come_back_on_any_mesh(file, params, axes, sizes):
     if mesh is not None:
         wanted = MODEL.layouts(mesh)
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == wanted
+
+
+def test_a_mesh_may_be_one_of_jax(file):
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    own, given = import_weights(file, MODEL, Mesh.of(mesh)), MODEL.init(KEY, mesh)
+    for params in (import_weights(file, MODEL, mesh), given):
+        shardings = [jax.tree.map(lambda x: x.sharding, p) for p in (own, params)]
+        assert shardings[0] == shardings[1]
+    tokens = np.arange(16).reshape(2, 8)
+    found = [
+        generate(MODEL, given, tokens, 2, KEY, mesh=m, temperature=0.0)
+        for m in (mesh, Mesh.of(mesh))
+    ]
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.full
