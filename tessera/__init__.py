@@ -6,5 +6,6 @@ lists the names and their modules; each is imported at its first use.
 """
 
 from tessera._lazy import lazy_names
+from tessera.errors.torch_names import NAMES as _NAMES
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -10,20 +10,25 @@ Source: Scientific Python SPEC 1, "Lazy Loading of Submodules and Functions".
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
 def lazy_names(
-    package: str,
+    package: str, instead: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub.
 
     The stub contains only ``from module import name as name``, or ``import *`` of a
     module with an ``__all__``.
+
+    Args:
+      package: The package.
+      instead: What to write in place of some names that it lacks.
 
     Example:
       >>> get, _, names = lazy_names("tessera.train.models")
@@ -35,7 +40,8 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in origins:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = f"; use {instead[name]}" if name in instead else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         source, original = origins[name]
         if source == package:  # it would ask itself
             value = import_module(f"{source}.{original}")

@@ -5,6 +5,8 @@ A facade: every name is defined in ``tessera.ops``, and nothing in the package i
 it.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from tessera.ops.attention.flash import flash_attention
 from tessera.ops.embedding import embedding
 from tessera.ops.fused_losses import fused_linear_cross_entropy
@@ -17,3 +19,11 @@ __all__ = [
     "rms_norm",
 ]
 # fmt: on
+
+if not _TYPE_CHECKING:  # to type checkers, a name that it lacks stays an error
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(
+            f"module 'tessera.nn' has no attribute {name!r}; layers with parameters "
+            "are in flax.nnx, other functions in jax.nn"
+        )

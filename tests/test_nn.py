@@ -3,6 +3,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import tessera as ts
 from tessera import nn, op
@@ -18,6 +19,13 @@ def test_the_names_are_these():
         "rms_norm",
     }
     assert ts.nn is nn
+
+
+@pytest.mark.parametrize("name", ["Linear", "Module", "functional", "gelu"])
+def test_another_name_of_pytorch_s_says_where_it_is(name):
+    assert not hasattr(nn, name)
+    with pytest.raises(AttributeError, match=r"flax\.nnx, other functions in jax\.nn"):
+        getattr(ts.nn, name)
 
 
 def test_the_loss_is_the_one_loss():

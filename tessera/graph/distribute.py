@@ -242,6 +242,12 @@ def _undecorated(
 
 
 def _known(strategy: str) -> tuple[str, int | None]:
+    if not isinstance(strategy, str):  # as DistributedDataParallel(model)
+        raise StrategyError(
+            "ts.distribute takes a strategy first, and then the function",
+            got=f"{type(strategy).__name__} {getattr(strategy, '__name__', '')}",
+            fix='ts.distribute("data_parallel")(step)',
+        )
     if strategy not in STRATEGIES:
         raise StrategyError(
             f"there is no strategy {strategy!r}", fix=did_you_mean(strategy, STRATEGIES)

@@ -27,6 +27,7 @@ from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.graph.lower.lower_to_jit import jitted
 from tessera.graph.pass_runner import check_names
 from tessera.graph.recompilations import Recompilations
+from tessera.graph.torch_methods import methods_explained
 from tessera.graph.tracer.arguments import (
     Call,
     ProgramMismatch,
@@ -237,7 +238,7 @@ class Function:
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
         body, options = self._for_objects(call)
-        with changes_explained():
+        with changes_explained(), methods_explained():
             return Traced(call, trace(body, call, options), self.skip_passes)
 
     def _key(self, call: Call) -> Any:
@@ -250,7 +251,7 @@ class Function:
             call = self._flatten(split.args, split.kwargs)
             body, options = self._for_objects(call)
             values = values_of(split.args, split.kwargs)
-            with changes_explained():
+            with changes_explained(), methods_explained():
                 result = run_eagerly(body, call, options, values, self._parameter)
             return finish(split, result)
 

@@ -17,6 +17,14 @@ def message(kind: type[Exception], action: Any) -> str:
     return str(caught.value)
 
 
+def test_a_function_in_place_of_a_strategy_is_refused():
+    step = ts.function(lambda weights: weights)
+    for function in (step, lambda x: x):
+        assert 'fix: ts.distribute("data_parallel")(step)' in message(
+            StrategyError, lambda f=function: ts.distribute(f)
+        )
+
+
 def test_an_unknown_strategy_gets_a_hint():
     assert message(StrategyError, lambda: ts.distribute("data_paralel")) == (
         "[T313] there is no strategy 'data_paralel'\n"
