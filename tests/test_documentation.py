@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import tessera as ts
 from tessera import amp, arrays, dist, graph, nn, op
 from tessera.errors import TesseraError
 from tessera.foundations import dtypes
+from tessera.tracing import scope
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import describe
@@ -30,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ERROR_PAGES = sorted((DOCS / "errors").glob("T*.md"))
 # Their steps call functions of the reader's; tests/documents/ has these, and runs them.
-WITH_HELPERS = {"distributed-step", "training-at-scale"}
+WITH_HELPERS = {"training-at-scale"}
 PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.glob("*.md")),
@@ -69,8 +71,11 @@ def run(text: str, page: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
+    schedule_before = scope.current_plan()
+    yield
+    scope.set_plan(schedule_before)
 
 
 @pytest.mark.parametrize("page", ERROR_PAGES, ids=lambda page: page.stem)
