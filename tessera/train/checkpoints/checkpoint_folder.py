@@ -23,6 +23,8 @@ from pathlib import Path
 from time import sleep
 from typing import Final
 
+import jax
+
 from tessera.analysis.memory import format_bytes
 from tessera.errors import (
     CheckpointMismatchError,
@@ -141,6 +143,23 @@ def newest_intact(
             "does not count; the one before it is tried."
         )
     return None
+
+
+def read_found(path: Path) -> Checkpoint:
+    """A checkpoint that the first process has verified.
+
+    Raises:
+      CheckpointNotFoundError: [T801] this process cannot read it.
+    """
+    try:
+        return Checkpoint(path, read_metadata(path / manifest.LAST))
+    except (OSError, ValueError) as error:
+        raise CheckpointNotFoundError(
+            f"process {jax.process_index()} cannot read the checkpoint that process 0 "
+            "found",
+            got=f"{path}: {getattr(error, 'strerror', error)}",
+            fix="put the run's folder on a file system that all machines share",
+        ) from error
 
 
 def _check_arrays(state: Path, arrays: Mapping[str, Stored]) -> None:

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import jax
-
 from tessera.errors import CheckpointNotFoundError, OutputPathError
 from tessera.train.checkpoints.checkpoint_folder import (
     Checkpoint,
@@ -22,10 +20,9 @@ from tessera.train.checkpoints.checkpoint_folder import (
     is_complete,
     newest_intact,
     read_checkpoint,
+    read_found,
 )
 from tessera.train.checkpoints.first_process import broadcast_from_first
-from tessera.train.checkpoints.manifest import LAST
-from tessera.train.checkpoints.metadata import Metadata, read_metadata
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.config.config_schema import rename_settings
 from tessera.train.config.setting_fields import walk
@@ -180,7 +177,7 @@ def _everywhere(
 
     result = broadcast_from_first(found)
     path = Path(result["path"])
-    checkpoint = Checkpoint(path, _read_metadata(path)) if result["path"] else None
+    checkpoint = read_found(path) if result["path"] else None
     return checkpoint, tuple(result["notes"])
 
 
@@ -221,15 +218,3 @@ def _no_intact(path: Path, damages: list[str]) -> CheckpointNotFoundError:
         fix="name the folder of a run, of its checkpoints or of one checkpoint: "
         "training.resume=<folder>; or start at step 0: training.resume=none",
     )
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        return read_metadata(path / LAST)
-    except (OSError, ValueError) as error:
-        raise CheckpointNotFoundError(
-            f"process {jax.process_index()} cannot read the checkpoint that process 0 "
-            "found",
-            got=f"{path}: {getattr(error, 'strerror', error)}",
-            fix="put the run's folder on a file system that all machines share",
-        ) from error

@@ -41,7 +41,6 @@ from tessera.train.checkpoints.metadata import (
     Metadata,
     Stored,
     library_versions,
-    read_metadata,
     write_metadata,
 )
 from tessera.train.data.cursor import Cursor
@@ -100,7 +99,7 @@ def save_checkpoint(
     path = root / str(step)
     nbytes = sum(array.nbytes for array in leaves.arrays.values())
     lines = broadcast_from_first(lambda: _prepare(root, step, nbytes, overwrite))
-    _warn(lines["notes"])
+    _warn(lines["notes"], stacklevel=3)
     try:
         if leaves.arrays:
             storage.ArrayWrite(path / STATE, leaves.arrays).finish()
@@ -129,7 +128,8 @@ def restore_checkpoint(
       folder: What ``save_checkpoint`` wrote to.
       like: A state of the same tree, shapes and dtypes, with arrays or
         ``jax.ShapeDtypeStruct``. An array is restored with the sharding that it has
-        here, a NumPy array or a Python number as one. Nothing in it changes.
+        here, a NumPy array or a Python number as one. Nothing in it changes. Without
+        JAX's x64 an array of 64 bits is one of NumPy.
       step: Which checkpoint; by default the newest.
       mesh: Where arrays go whose place ``like`` leaves open: those without a sharding,
         and those that are on one device by default. They have the axes that they were
@@ -140,6 +140,7 @@ def restore_checkpoint(
       CheckpointMismatchError: [T802] its tree, shapes or dtypes are not those of
         ``like``; nothing is read then.
       ShardDivisibilityError: [T201] the mesh does not divide an array as it was saved.
+      MeshConflictError: [T308] an array of ``like`` is on another mesh than ``mesh``.
       StateLeafError: [T807] ``like`` has a leaf that is never stored.
     """
     from tessera.train.checkpoints import storage
@@ -151,17 +152,21 @@ def restore_checkpoint(
     _check(checkpoint, targets)
     if isinstance(mesh, JaxMesh):
         mesh = Mesh.of(mesh)
-    structs: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, stored in metadata.arrays.items():
-        sharding = sharding_of(name, targets[name], stored, mesh)
-        structs[name] = jax.ShapeDtypeStruct(
-            stored.shape, jnp.dtype(stored.dtype), sharding=sharding
+    structs = {
+        name: jax.ShapeDtypeStruct(
+            stored.shape,
+            jnp.dtype(stored.dtype),
+            sharding=sharding_of(name, targets[name], stored, mesh),
         )
+        for name, stored in metadata.arrays.items()
+    }
     arrays = storage.read(checkpoint.state, structs) if structs else {}
     leaves = [
         json.loads(metadata.values[name])
         if name in metadata.values
-        else restored_leaf(leaf, arrays[name], metadata.random.get(name))
+        else restored_leaf(
+            leaf, arrays[name], metadata.arrays[name], metadata.random.get(name)
+        )
         for name, leaf in targets.items()
     ]
     return rebuild(leaves)
@@ -180,9 +185,9 @@ def latest_step(folder: str | Path) -> int | None:
     )["step"]
 
 
-def _warn(notes: list[str]) -> None:
+def _warn(notes: list[str], stacklevel: int) -> None:
     for note in notes if jax.process_index() == 0 else ():
-        warnings.warn(TesseraWarning(note), stacklevel=4)
+        warnings.warn(TesseraWarning(note), stacklevel=stacklevel)
 
 
 def _root_of(folder: str | Path) -> Path:
@@ -217,10 +222,7 @@ def _prepare(root: Path, step: int, nbytes: int, overwrite: bool) -> dict[str, A
             "checkpoints of this step and of later ones",
         )
     try:
-        notes = checkpoint_folder.prepare_root(root, max(later, default=step), nbytes)
-        for other in later:
-            renamed = checkpoint_folder.quarantine(root / str(other), "replaced")
-            notes.append(f"the checkpoint of step {other} is now {renamed.name}")
+        notes = checkpoint_folder.prepare_root(root, step - 1, nbytes)
         (root / str(step)).mkdir()
     except (OSError, CheckpointWriteError) as error:
         raise _cannot_write(root, error) from error
@@ -289,16 +291,8 @@ def _open(root: Path, step: int | None) -> Checkpoint:
         return {"path": str(found.path), "notes": notes}
 
     found = broadcast_from_first(find)
-    _warn(found["notes"])
-    path = Path(found["path"])
-    try:
-        return Checkpoint(path, read_metadata(path / manifest.LAST))
-    except (OSError, ValueError) as error:
-        raise CheckpointNotFoundError(
-            f"process {jax.process_index()} cannot read what process 0 found",
-            got=f"{path}: {error}",
-            fix="use a folder on a file system that all processes share",
-        ) from error
+    _warn(found["notes"], stacklevel=4)
+    return checkpoint_folder.read_found(Path(found["path"]))
 
 
 def _check(checkpoint: Checkpoint, targets: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
-from tessera.errors import StateLeafError
+from tessera.errors import MeshConflictError, StateLeafError
 from tessera.foundations.tree import Tree, path_name
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
@@ -146,7 +146,9 @@ def _split_objects(
 
 def _check_leaf(name: str, leaf: Any) -> None:
     """Raise [T807] for what cannot be stored."""
-    is_array = isinstance(leaf, (jax.Array, DistTensor, np.ndarray, np.generic))
+    is_array = isinstance(leaf, (jax.Array, DistTensor, np.generic)) or (
+        type(leaf) in (np.ndarray, np.memmap)  # a masked array would lose its mask
+    )
     kinds = (np.bool_, jnp.number, jax.dtypes.prng_key)
     is_numeric = is_array and any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
     if isinstance(leaf, jaxprs.Tracer):
@@ -186,7 +188,7 @@ def form_of(leaf: Any) -> str:
     """A leaf as both sides of a comparison show it, such as ``float32[8,4]``."""
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
 
 
 def sharding_of(
@@ -195,17 +197,29 @@ def sharding_of(
     """Where an array is restored to: as ``leaf``, or as it was saved, on a mesh.
 
     Returns:
-      None for the host, or a single array that JAX places by itself.
+      None for the host, or for the default device.
 
     Raises:
       ShardDivisibilityError: [T201] the mesh does not divide it as it was saved.
+      MeshConflictError: [T308] ``leaf`` is on another mesh.
     """
-    if isinstance(leaf, DistTensor) and leaf.mesh is not None:
-        return NamedSharding(leaf.mesh.jax, leaf.spec)
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) or getattr(leaf, "committed", False):
+    if _is_wide(stored) or isinstance(leaf, np.ndarray | np.generic):
+        return None
+    sharding: Any = getattr(leaf, "sharding", None)
+    if isinstance(leaf, DistTensor):
+        sharding = leaf.mesh and NamedSharding(leaf.mesh.jax, leaf.spec)
+    if isinstance(sharding, NamedSharding):
+        if mesh is not None and sharding.mesh != mesh.jax:
+            raise MeshConflictError(
+                f"{name} of `like` is on another mesh than `mesh`",
+                got=f"{Mesh.of(sharding.mesh).topology}, mesh={mesh.topology}",
+                fix="leave mesh= out, or use `like` without a sharding: "
+                "jax.eval_shape(init)",
+            )
         return sharding
-    if isinstance(leaf, np.ndarray | np.generic) or mesh is None:
+    if getattr(leaf, "committed", False):
+        return sharding
+    if mesh is None:
         return sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
     axes = (tuple(a for a in of_dim if a in mesh.axes) for of_dim in stored.layout)
     spec = spec_of_axes(axes)
@@ -213,10 +227,17 @@ def sharding_of(
     return NamedSharding(mesh.jax, spec)
 
 
-def restored_leaf(leaf: Any, array: Any, impl: Any) -> Any:
+def restored_leaf(leaf: Any, array: Any, stored: Stored, impl: Any) -> Any:
     """What was read, as the leaf that it is restored for."""
     if isinstance(leaf, np.generic):
         return array[()]
-    if isinstance(array, np.ndarray) and not isinstance(leaf, np.ndarray):
+    is_host = isinstance(leaf, np.ndarray) or _is_wide(stored)
+    if isinstance(array, np.ndarray) and not is_host:
         array = jnp.array(array)
     return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+
+
+def _is_wide(stored: Stored) -> bool:
+    """Whether JAX would round an array, of 64 bits: it stays one of NumPy."""
+    dtype = jnp.dtype(stored.dtype)
+    return jax.dtypes.canonicalize_dtype(dtype) != dtype

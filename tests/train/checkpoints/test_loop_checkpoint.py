@@ -24,6 +24,7 @@ from tessera.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointWriteError,
+    MeshConflictError,
     SettingValueError,
     ShardDivisibilityError,
     StateLeafError,
@@ -138,6 +139,21 @@ def test_an_abstract_state_has_the_axes_that_it_was_saved_with(saved):
     assert state["params"]["up"].sharding.spec == jax.P(None, "tp")
     with pytest.raises(ShardDivisibilityError, match="down cannot be split as it was"):
         restore_checkpoint(folder, like=like, mesh=mesh_of(3, 1))
+
+
+def test_a_mesh_that_contradicts_the_state_is_refused(saved):
+    _, folder = saved
+    with pytest.raises(MeshConflictError, match="is on another mesh than `mesh`"):
+        restore_checkpoint(folder, like=start(mesh_of(4, 2)), mesh=mesh_of(2, 1))
+    restore_checkpoint(folder, like=start(mesh_of(4, 2)), mesh=mesh_of(4, 2))
+
+
+def test_64_bits_are_not_rounded(tmp_path):
+    state = {"f": np.array([1 / 3]), "i": np.array(2**40)}
+    save_checkpoint(tmp_path, state, step=1)
+    abstract = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in state.items()}
+    for mesh in (None, mesh_of(2, 1)):
+        equal(restore_checkpoint(tmp_path, like=abstract, mesh=mesh), state)
 
 
 def equal(left, right):
@@ -266,6 +282,7 @@ def donated():
     [
         ({"f": jnp.tanh}, "f is no array of numbers, number or string: "),
         ({"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, "a is no array of numbers"),
+        ({"m": np.ma.array([1.0], mask=[1])}, "m is no array of numbers"),
         ({"o": np.array([{}])}, "o is no array of numbers"),
         ({"w": jnp.zeros((0, 4))}, "w is an array without elements"),
         ({"w": donated()}, "w was donated to a step"),
@@ -291,7 +308,7 @@ def test_a_step_is_saved_once_unless_it_is_to_replace_it(tmp_path):
     with pytest.raises(CheckpointWriteError, match=r"has steps \[2, 3\]"):
         save_checkpoint(tmp_path, {"step": 20}, step=2)
     assert restore_checkpoint(tmp_path, like={"step": 0}, step=2) == {"step": 2}
-    with pytest.warns(TesseraWarning, match=r"step [23] is now [23]\.replaced"):
+    with pytest.warns(TesseraWarning, match=r"was renamed to [23]\.replaced"):
         save_checkpoint(tmp_path, {"step": 20}, step=2, overwrite=True)
     assert restore_checkpoint(tmp_path, like={"step": 0}) == {"step": 20}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
