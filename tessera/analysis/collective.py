@@ -3,6 +3,8 @@
 
 from dataclasses import dataclass
 
+from jax.sharding import PartitionSpec
+
 from tessera.analysis.hlo import Shape
 from tessera.analysis.replica_groups import UNKNOWN
 
@@ -15,6 +17,23 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A layout to declare, so that an unplanned collective is not in the program.
+
+    Attributes:
+      where: Whether it is that of a ``result``, an ``argument``, or a ``value`` inside.
+      names: The results or arguments; none of a value, which has a line.
+      spec: The layout.
+      saved_bytes: What each device need not receive then, in one execution.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    spec: PartitionSpec
+    saved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +61,7 @@ class Collective:
       is_async: Whether the program may compute while it is under way.
       keeps_slice: Whether each device keeps only its part of an all-reduce's sum, as of
         a reduce-scatter, which XLA on CPU does not have.
+      advice: What avoids it, where it is unplanned and that is known.
     """
 
     kind: str
@@ -57,6 +77,7 @@ class Collective:
     copies_whole: bool = False
     is_async: bool = False
     keeps_slice: bool = False
+    advice: Advice | None = None
 
     @property
     def is_planned(self) -> bool:

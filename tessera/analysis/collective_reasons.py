@@ -64,13 +64,13 @@ _COLLECTIVES = re.compile(
 _MOVES = SLICES | {"copy", "reshape", "rev"}
 
 # fmt: off
-_SAME_ARRAY = (
+SAME_ARRAY = (
     "copy", "bitcast", "convert", "reshape", "transpose", "reduce-precision",
     "copy-start", "copy-done", "all-gather-done", "collective-permute-done",
 )
 _SLICES = ("slice", "slice-start", "slice-done")
 _PART_OF_ARRAY = (
-    *_SAME_ARRAY, *_SLICES, "dynamic-slice", "all-gather", "collective-permute",
+    *SAME_ARRAY, *_SLICES, "dynamic-slice", "all-gather", "collective-permute",
     "collective-permute-start",
 )
 # A TPU copies an array to its fast memory in parts, and names them together again.
@@ -78,7 +78,7 @@ _JOINS = 'custom_call_target="ConcatBitcast"'
 _CONTRACTIONS = ("dot", "convolution", "reduce", "reduce-window", "custom-call")
 _STOPS = (*_CONTRACTIONS, "parameter")
 _SAME_SUMS = (
-    *_SAME_ARRAY, *_SLICES, "concatenate", "add", "subtract", "multiply", "divide",
+    *SAME_ARRAY, *_SLICES, "concatenate", "add", "subtract", "multiply", "divide",
     "negate",
 )
 # fmt: on
@@ -133,7 +133,7 @@ class Reasons:
 
     def keeps_slice(self, node: Node) -> bool:
         """Whether each device keeps its own part of the result, and nothing else."""
-        readers = list(self._users(node))
+        readers = list(self.users(node))
         return bool(readers) and all(self._slices_by_rank(reader) for reader in readers)
 
     def reason(self, node: Node, row: Collective) -> str:
@@ -174,11 +174,16 @@ class Reasons:
         lines = set[str]().union(*lines_by_array)
         return lines.pop() if len(lines) == 1 else row.source
 
+    def declared_axes(self, line: str, shape: tuple[int, ...]) -> set[Axes]:
+        """The axes over which a line splits arrays of a global shape."""
+        declared = [d for d in self._declared if line in d.lines and d.shape == shape]
+        return {each.axes for each in declared}
+
     def _leads_to(
         self, declared: DeclaredLayout, array: Shape, node: Node, row: Collective
     ) -> bool:
         """Whether a collective may bring an array nearer to a declared layout."""
-        over, axes = self._over(node), frozenset(row.axes)
+        over, axes = self.over(node), frozenset(row.axes)
         if not declared.axes <= over:
             return False
         # It may still be split over axes that the next step gathers.
@@ -195,7 +200,7 @@ class Reasons:
         """Whether the gathered dim can be one that the declaration is about."""
         gathered = int(node.instruction.attributes["dimensions"].strip("{}"))
         extent = array.dims[gathered]
-        devices = self._devices(self._over(node))
+        devices = self._devices(self.over(node))
         dims = {
             dim
             for dim, size in enumerate(declared.shape)
@@ -203,7 +208,8 @@ class Reasons:
         }
         return not dims or bool(dims & declared.dims)
 
-    def _over(self, node: Node) -> Axes:
+    def over(self, node: Node) -> Axes:
+        """The mesh axes over which a value differs between devices."""
         return self._variance.over(replace(node, element=None))
 
     def _devices(self, axes: Axes) -> int:
@@ -236,19 +242,19 @@ class Reasons:
     def _gathers_storage(self, node: Node, axes: Axes) -> bool:
         """Whether inputs are gathered for what something else splits over the axis."""
         stored = all(
-            any(axes <= self._over(array) for array in self._inputs(operand))
+            any(axes <= self.over(array) for array in self._inputs(operand))
             for operand in node.operands()
         )
         users = self._combined(node)
-        return stored and any(axes & self._over(u) for u in users)
+        return stored and any(axes & self.over(u) for u in users)
 
     def _is_new_state(self, node: Node, axes: Axes) -> bool:
         """Whether results are gathered that come from arrays stored sharded."""
-        if not any(user.element == RESULT for user in self._users(node)):
+        if not any(user.element == RESULT for user in self.users(node)):
             return False
         return all(
             any(
-                axes <= self._over(array) and _size(array) == _size(operand)
+                axes <= self.over(array) and _size(array) == _size(operand)
                 for array in self._inputs(operand, combined=True)
             )
             for operand in node.operands()
@@ -280,11 +286,11 @@ class Reasons:
 
         return follow(self._flow.definitions(node), behind)
 
-    def _users(self, node: Node) -> Iterator[Node]:
+    def users(self, node: Node) -> Iterator[Node]:
         """The operations that read an array, in whatever form."""
 
         def after(user: Node) -> Iterator[Node] | None:
-            is_same = user.instruction.opcode in _SAME_ARRAY and user.element != RESULT
+            is_same = user.instruction.opcode in SAME_ARRAY and user.element != RESULT
             return self._flow.uses(user) if is_same else None
 
         return follow(self._flow.uses(self._fusions.end(node)), after)
@@ -293,7 +299,7 @@ class Reasons:
         """What is computed from an array, up to the first that mixes its elements."""
         waiting, seen = [node], set()
         while waiting:
-            for user in self._users(waiting.pop()):
+            for user in self.users(waiting.pop()):
                 is_end = user.element == RESULT or self._slices_by_rank(user)
                 if user.key in seen or is_end:
                     continue
@@ -306,7 +312,7 @@ class Reasons:
         """Whether an operation takes the block of an array that is its own device's."""
         if user.instruction.opcode != "dynamic-slice" or user.element == RESULT:
             return False
-        return any(self._over(index) for index in user.operands()[1:])
+        return any(self.over(index) for index in user.operands()[1:])
 
 
 def _is_written(row: Collective) -> bool:

@@ -40,8 +40,8 @@ _COLUMNS = (
     "spec",
     "per device",
     "bytes",
-    "bytes per device",
-    "replicated over",
+    "local bytes",
+    "copies",
 )
 
 
@@ -179,7 +179,8 @@ class Inspection:
         """The inspection as aligned plain text."""
         leaf = self._single
         if leaf is None:
-            table = aligned(_COLUMNS, map(_cells, self.leaves), right=_COLUMNS[4:6])
+            cells, cut = map(_cells, self.leaves), ("array", "spec")
+            table = aligned(_COLUMNS, cells, right=_COLUMNS[4:6], cut=cut)
             return "\n".join([table, "", *self._totals()])
         summary = "\n".join(_summary(leaf))
         if not leaf.num_devices:
@@ -298,7 +299,7 @@ def _summary(leaf: LeafLayout) -> list[str]:
 def _cells(leaf: LeafLayout) -> list[str]:
     """One array as a row of the table of a tree."""
     return [
-        f"{leaf.path}: {leaf.kind}" if leaf.path else leaf.kind,
+        leaf.path if leaf.kind == "array" else f"{leaf.kind} {leaf.path}",
         f"{leaf.dtype.name}{list(leaf.shape)}",
         str(leaf.spec) if leaf.mesh is not None else "-",
         str(list(leaf.local_shape)),

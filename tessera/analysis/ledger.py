@@ -11,7 +11,15 @@ a hand-written kernel sends by itself is invisible.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,6 +35,7 @@ from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
 from tessera.analysis.tables import aligned
+from tessera.analysis.unplanned_advice import Advisor, NamedArray
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
@@ -44,9 +53,9 @@ class HasText(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Ledger:
-    """The collectives of one compiled program, in program order.
+    """The collectives of one compiled program, in program order; prints as tables.
 
     Attributes:
       rows: One entry per collective operation.
@@ -81,7 +90,12 @@ class Ledger:
         if not self.rows:
             return self.summary()
         rows = text.rows(self.rows, self.mesh_shape)
-        return f"{aligned(text.ROWS, rows, right=text.ROWS[3:6])}\n\n{self.summary()}"
+        cut = ("op", "line", "arrays")
+        table = aligned(text.ROWS, rows, right=text.ROWS[3:5], cut=cut)
+        return f"{table}\n\n{self.summary()}"
+
+    __str__ = as_text
+    __repr__ = as_text
 
     def summary(self) -> str:
         """The sums per axis and kind alone, as tables."""
@@ -99,6 +113,7 @@ def collectives(
     mesh: Mesh,
     declared: Collection[DeclaredLayout] = (),
     results: Iterable[PartitionSpec] | None = None,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> Ledger:
     """Every collective of a compiled program, against the mesh it was compiled for.
 
@@ -110,6 +125,8 @@ def collectives(
         ``declared_layouts``: without them, what they ask for is unplanned.
       results: The layouts that it declares for its results; None takes those that it
         was compiled with.
+      names: Of its inputs, and of its results: without them, there is no advice on how
+        to avoid what is unplanned.
 
     Returns:
       One row per collective. Groups of one device move nothing and have no row.
@@ -143,37 +160,52 @@ def collectives(
         )
     if not rows:
         return Ledger((), mesh.shape, mesh.target)
-    boundary = _boundary(compiled, results)
+    inputs, outputs = _ends(compiled, names)
+    boundary = None
+    if hasattr(compiled, "input_shardings"):
+        if results is None:
+            results = [array.spec for array in outputs]
+        boundary = BoundaryAxes(
+            [spec_axes(array.spec) for array in inputs], list(map(spec_axes, results))
+        )
     reasons = Reasons(flow, mesh.shape, boundary, declared)
-    explained = tuple(_with_reason(reasons, *pair) for pair in rows)
+    advisor = Advisor(flow, reasons, mesh.shape, inputs, outputs)
+    explained = tuple(_explained(reasons, advisor, *pair) for pair in rows)
     return Ledger(explained, mesh.shape, mesh.target)
 
 
-def _boundary(
-    compiled: HasText | str, results: Iterable[PartitionSpec] | None
-) -> BoundaryAxes | None:
-    """The axes that inputs and results are split over; None where they are unknown."""
-    if not hasattr(compiled, "input_shardings"):
-        return None
+def _ends(
+    compiled: HasText | str, names: tuple[Sequence[str], Sequence[str]]
+) -> Iterator[list[NamedArray]]:
+    """What a program takes, and what it returns, with the layouts it was compiled for.
 
-    def specs(name: str) -> list[PartitionSpec]:
-        # What the program does not read has None here, and is no input of the module.
-        shardings = jax.tree.leaves(getattr(compiled, name, ()))
-        return [getattr(sharding, "spec", PartitionSpec()) for sharding in shardings]
+    What it does not read has None for a sharding, and is no input of the module.
+    """
+    for part, own in zip(("input_shardings", "output_shardings"), names, strict=True):
+        tree = getattr(compiled, part, ())
+        shardings = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+        own = own if len(own) == len(shardings) else [""] * len(shardings)
+        yield [
+            NamedArray(name, getattr(sharding, "spec", PartitionSpec()))
+            for name, sharding in zip(own, shardings, strict=True)
+            if sharding is not None
+        ]
 
-    outputs = specs("output_shardings") if results is None else results
-    inputs = specs("input_shardings")
-    return BoundaryAxes(list(map(spec_axes, inputs)), list(map(spec_axes, outputs)))
 
-
-def _with_reason(reasons: Reasons, node: Node, row: Collective) -> Collective:
+def _explained(
+    reasons: Reasons, advisor: Advisor, node: Node, row: Collective
+) -> Collective:
+    """A row with its reason, or what avoids it where it has none."""
     if reasons.copies_whole(node, row):
-        return dataclasses.replace(row, copies_whole=True)
+        row = dataclasses.replace(row, copies_whole=True)
+        return dataclasses.replace(row, advice=advisor.advice(node, row))
     if row.kind == "all-reduce" and reasons.keeps_slice(node):
         row = dataclasses.replace(row, keeps_slice=True)
     reason = reasons.reason(node, row)
     declared = reasons.declaration(node, row) if reason == LAYOUT else None
-    return dataclasses.replace(row, reason=reason, source=declared or row.source)
+    advice = None if reason else advisor.advice(node, row)
+    source = declared or row.source
+    return dataclasses.replace(row, reason=reason, source=source, advice=advice)
 
 
 def _summed(

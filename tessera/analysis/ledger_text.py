@@ -2,23 +2,29 @@
 """Shows a ledger: rows, sums and notes."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from textwrap import wrap
+from typing import Any, Final, TypeAlias
 
 from tessera.analysis import replica_groups
-from tessera.analysis.collective import Collective, Total
+from tessera.analysis.collective import Advice, Collective, Total
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.source_lines import short
+from tessera.analysis.tables import WIDTH
 from tessera.targets.target import Target
 
 Cells: TypeAlias = list[list[str]]
 Axes: TypeAlias = tuple[str, ...]
 
-# fmt: off
-ROWS: Final = (
-    "collective", "axes", "arrays", "bytes", "calls", "total", "reason", "line", "op",
-)
-# fmt: on
+ROWS: Final = ("collective", "axes", "arrays", "calls", "bytes", "reason", "line", "op")
+_TO_DO: Final = {
+    "result": "declare {spec} for {names} in out_specs, and in in_specs where it comes "
+    "back",
+    "argument": "declare {spec} for {names} in in_specs: every device needs it whole",
+    "value": "constrain the value to a layout between the two first: x = "
+    "jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax, {spec}))",
+}
 SUMS: Final = ("axes", "collective", "operations", "calls", "bytes per device")
 
 
@@ -32,12 +38,19 @@ def title(target: Target | None) -> str:
 
 
 def rows(collectives: Sequence[Collective], shape: Mapping[str, int]) -> Cells:
-    """A line for each collective; one for those that are alike in all that it shows."""
-    alike: dict[Collective, int] = {}
+    """A line for each collective; one for those that differ in no more than a number.
+
+    Such a number is that of a layer, in the names of operations.
+    """
+    alike: dict[Collective, list[str]] = {}
     for row in collectives:
-        key = dataclasses.replace(row, instruction="")
-        alike[key] = alike.get(key, 0) + 1
-    return [_cells(row, count, shape) for row, count in alike.items()]
+        pattern = re.sub(r"\d+", "*", row.op_name)
+        key = dataclasses.replace(row, instruction="", op_name=pattern, advice=None)
+        alike.setdefault(key, []).append(row.op_name)
+    return [
+        _cells(row, names[0] if len({*names}) == 1 else row.op_name, len(names), shape)
+        for row, names in alike.items()
+    ]
 
 
 def sums(
@@ -79,10 +92,32 @@ def notes(collectives: Sequence[Collective]) -> list[str]:
             row.conditional for row in collectives
         ),
     }
-    return [note for note, applies in found.items() if applies]
+    first, *others = found
+    lines = [first, *_advice(collectives)] if unplanned else []
+    return [*lines, *(note for note in others if found[note])]
 
 
-def _cells(row: Collective, count: int, shape: Mapping[str, int]) -> list[str]:
+def _advice(collectives: Sequence[Collective]) -> list[str]:
+    """What to declare, at which line, and what that saves, where it is known."""
+    alike: dict[tuple[Any, ...], list[Advice]] = {}
+    for row in collectives:
+        if row.advice is not None:
+            key = (row.source, row.axes, row.advice.where, row.advice.spec)
+            alike.setdefault(key, []).append(row.advice)
+    lines = list[str]()
+    for (source, axes, where, spec), found in alike.items():
+        names = [name for advice in found for name in advice.names]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        do = _TO_DO[where].format(names=f"{', '.join(names[:3])}{more}", spec=spec)
+        saved = format_bytes(sum(advice.saved_bytes for advice in found))
+        text = f"{short(source) or '?'}: {do}; saves {saved} per step over {axes[0]}"
+        lines += wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def _cells(
+    row: Collective, op_name: str, count: int, shape: Mapping[str, int]
+) -> list[str]:
     axes, whole = "×".join(row.axes), replica_groups.num_devices(row.axes, shape)
     if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
         axes = f"{axes} ({row.group_size} of {whole})"
@@ -95,11 +130,9 @@ def _cells(row: Collective, count: int, shape: Mapping[str, int]) -> list[str]:
         + (", sliced" if row.keeps_slice else ""),
         axes,
         arrays[0] if len(arrays) == 1 else f"{len(arrays)} arrays",
-        format_bytes(row.nbytes),
         calls if count == 1 else f"{count} × {calls}",
         format_bytes(count * row.total_bytes),
         row.reason or ("UNPLANNED, whole" if row.copies_whole else "UNPLANNED"),
         short(row.source) or "?",
-        # The end says most; a combined collective has the names of all its parts.
-        row.op_name if len(row.op_name) <= 60 else f"…{row.op_name[-59:]}",
+        re.sub(r"^jit\([^()]*\)/", "", op_name),  # all are of one function
     ]

@@ -6,6 +6,13 @@ are the same in a log of any width.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Final
+
+WIDTH: Final = 100
+"""The characters of a line of a report, where its numbers leave enough of them."""
+
+# A cell that is cut keeps so many.
+_SHORTEST: Final = 12
 
 
 def aligned(
@@ -13,6 +20,7 @@ def aligned(
     rows: Iterable[Sequence[str]],
     *,
     right: Iterable[str] = (),
+    cut: Iterable[str] = (),
 ) -> str:
     """Rows under their header, each column as wide as its widest cell.
 
@@ -20,6 +28,8 @@ def aligned(
       header: Column names.
       rows: One cell per column.
       right: Names of the columns that are right-aligned, as numbers are.
+      cut: Names of the columns that show only the ends of long cells, one after the
+        other, where the table is wider than ``WIDTH``: the end of a path says most.
 
     Example:
       >>> rows = [["dp", "8"], ["dp×tp", "512"]]
@@ -31,13 +41,23 @@ def aligned(
     table = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     numbers = set(right)
+    excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    for index in (header.index(name) for name in cut):
+        width = widths[index]
+        least = max(len(header[index]), min(width, _SHORTEST))
+        widths[index] = max(least, width - max(excess, 0))
+        excess -= width - widths[index]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if name in numbers else cell.ljust(width)
+            cell.rjust(width) if name in numbers else _end(cell, width).ljust(width)
             for cell, width, name in zip(row, widths, header, strict=True)
         ).rstrip()
         for row in table
     )
+
+
+def _end(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"…{cell[len(cell) - width + 1 :]}"
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -36,7 +36,7 @@ _COLUMNS: Final = (
     "at peak",
     "calls",
     "time",
-    "of the step",
+    "share",
     "hidden",
     "rate",
 )
@@ -148,12 +148,12 @@ class Profile:
         elif self.reason:
             notes.append(f"not measured: {self.reason}")
         rows = [cells[: len(columns)] for cells in self._rows()]
-        table = aligned(columns, rows, right=columns[1:])
+        table = aligned(columns, rows, right=columns[1:], cut=columns[:1])
         head = "\n".join((self.flops.as_text(), "", title, table, *notes))
         return f"{head}\n\n{self.collectives.as_text()}"
 
     def _rows(self) -> Iterator[list[str]]:
-        amount = f"{format_flops(self.local_flops)} FLOPs in matmuls"
+        amount = f"{format_flops(self.local_flops)} FLOPs"
         compute = self.measured.compute if self.measured else 0.0
         achieved = format_flops(self.local_flops / compute) if compute else "0"
         yield [

@@ -239,7 +239,8 @@ class Compiled(OfArguments):
         mesh = graph.mesh or Mesh(("device",), devices=(0,))
         inside = declared_layouts(graph.program)
         results = [value.spec for value in graph.outputs if value.spec is not None]
-        return collectives(self.jax, mesh, inside, results)
+        names = ([v.name for v in graph.inputs], [v.name for v in graph.outputs])
+        return collectives(self.jax, mesh, inside, results, names)
 
     @cached_property
     def timeline(self) -> "Timeline":

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis.inspection import inspect
+from tessera.analysis.tables import WIDTH
 from tessera.errors import OperandError
 from tessera.mesh import Mesh
 from tessera.shard import ShardSpec, tensor
@@ -101,12 +102,11 @@ def test_a_tree_has_a_row_per_leaf_and_totals(grid_mesh):
         16,
     )
     assert re.sub(r"  +", " | ", str(found)).splitlines() == [
-        "array | global | spec | per device | bytes | bytes per device | "
-        "replicated over",
-        f"['norm']: array | float32[4] | {P()} | [4] | 16 B | 16 B | dp, tp",
-        f"['rest'][0]: array | float32[4, 4] | {P('tp')} | [1, 4] | 64 B | 16 B | dp",
-        "['rest'][1]: NumPy array | int32[2] | - | [2] | 8 B | 8 B | -",
-        f"['up']: lazy tensor | float32[8, 4] | {P(('dp', 'tp'))} | [1, 4] | 128 B | "
+        "array | global | spec | per device | bytes | local bytes | copies",
+        f"['norm'] | float32[4] | {P()} | [4] | 16 B | 16 B | dp, tp",
+        f"['rest'][0] | float32[4, 4] | {P('tp')} | [1, 4] | 64 B | 16 B | dp",
+        "NumPy array ['rest'][1] | int32[2] | - | [2] | 8 B | 8 B | -",
+        f"lazy tensor ['up'] | float32[8, 4] | {P(('dp', 'tp'))} | [1, 4] | 128 B | "
         "16 B | -",
         "",
         "4 arrays: 216 B global, 56 B per device, of which 16 B whole on every device",
@@ -181,3 +181,13 @@ def test_what_is_no_array_is_refused(grid_mesh):
         inspect(grid_mesh)
     with pytest.raises(OperandError, match=r"got: object \['model'\]"):
         inspect({"model": object()})
+
+
+def test_long_paths_are_shown_from_their_ends(grid_mesh):
+    name = "a_rather_long_name_of_a_part_of_a_model"
+    weights = tensor((262_144, 5_376), ShardSpec((0,), (("dp", "tp"),)), grid_mesh)
+    found = inspect({name: {name: weights}})
+    header, row, *_ = str(found).splitlines()
+    assert row.startswith("…of_a_model']  float32[262144, 5376]  P(('dp', 'tp'),)")
+    assert len(header) <= WIDTH
+    assert found.leaves[0].path == f"['{name}']['{name}']"

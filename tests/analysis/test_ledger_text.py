@@ -2,6 +2,7 @@
 import pytest
 
 from tessera.analysis.ledger import collectives
+from tessera.analysis.tables import WIDTH
 from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
@@ -10,10 +11,16 @@ INSIDE, ACROSS = "replica_groups=[2,8]<=[16]", "replica_groups=[8,2]<=[2,8]T(1,0
 MEGABYTE = "f32[250000]"
 
 
-def ledger(*operations, target="h100:2x8", axes=("dp", "tp"), shape=(2, 8)):
+def metadata(name, file):
+    return f'metadata={{op_name="{name}" source_file="{file}" source_line=3}}'
+
+
+SUM = metadata("f/sum", "m.py")
+
+
+def ledger(*operations, target="h100:2x8", axes=("dp", "tp"), shape=(2, 8), source=SUM):
     lines = [
-        f"  r{i} = {MEGABYTE} {operation}, "
-        f'metadata={{op_name="f/sum" source_file="m.py" source_line=3}}'
+        f"  r{i} = {MEGABYTE} {operation}, {source}".removesuffix(", ")
         for i, operation in enumerate(operations)
     ]
     entry = ["ENTRY e {", f"  x = {MEGABYTE} parameter(0)", *lines, "}"]
@@ -26,9 +33,28 @@ def test_collectives_that_are_alike_are_one_line_and_several_rows():
     assert len(found.rows) == 4
     lines = found.as_text().splitlines()
     assert lines[1].split()[:8] == [
-        *("all-reduce", "tp", MEGABYTE, "977", "KiB", "3", "×", "1")
+        *("all-reduce", "tp", MEGABYTE, "3", "×", "1", "2.86", "MiB")
     ]
     assert lines[2].split()[:2] == ["all-reduce", "dp"]
+
+
+def test_the_same_collective_of_every_layer_is_one_line():
+    def of(layer, operation):
+        name = f"jit(step)/transpose(jvp(decoder))/layers_{layer}/mlp/{operation}"
+        return metadata(name, "a/long/way/down/in/the/package/model_of_layers.py")
+
+    operations = "dot_general", "dot_general", "add_any"
+    found = ledger(
+        *[f"all-reduce(x), {INSIDE}, {of(i, op)}" for i, op in enumerate(operations)],
+        source="",
+    )
+    text = found.as_text()
+    first, second = text.splitlines()[1:3]
+    assert first.split()[3:8] == ["2", "×", "1", "1.91", "MiB"]
+    assert first.endswith("dot_general")
+    assert second.endswith("/mlp/add_any")
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert len(found.rows) == 3
 
 
 @pytest.mark.parametrize(

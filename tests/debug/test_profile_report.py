@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a profile: of a program whose collectives and times are known."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ from tessera.analysis.flops import count
 from tessera.analysis.ledger import collectives
 from tessera.analysis.measured_times import AxesTime, Measured
 from tessera.analysis.memory import Memory
+from tessera.analysis.tables import WIDTH
 from tessera.debug.profile_report import Profile
 from tessera.mesh import Mesh
 
@@ -68,7 +70,7 @@ def test_what_is_not_measured_is_called_an_estimate():
     assert [" ".join(line.split()) for line in text.splitlines()[2:9]] == [
         "estimate for NVIDIA H200, per device and execution",
         "part amount at peak",
-        "computation 250.00 M FLOPs in matmuls 0.25 µs",
+        "computation 250.00 M FLOPs 0.25 µs",
         "communication over tp 3.91 KiB 16.02 µs",
         "communication over dp 7.81 KiB 4.01 µs",
         "communication is 99 % of both at peak, if nothing overlaps",
@@ -113,3 +115,9 @@ def test_measured_times_have_rates_and_shares():
     assert table[5] == "idle 2.00 ms 25 %"
     assert table[6] == "33 % of communication ran while the device computed"
     assert table[8] == ("matmuls reach 0 % of the device's peak over the whole step")
+
+
+def test_a_report_fits_a_hundred_columns():
+    measured = replace(MEASURED, seconds=123.4)
+    lines = profile(*BOTH, kind="cpu", measured=measured).as_text().splitlines()
+    assert max(map(len, lines)) <= WIDTH
