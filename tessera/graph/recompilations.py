@@ -10,6 +10,7 @@ nothing. Each reason is logged once for each function, by the logger
 
 import logging
 import re
+import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ _MAX_PROGRAMS: Final = 32
 _MAX_LINES: Final = 5
 _MAX_NAMES: Final = 3
 _MAX_TEXT: Final = 60
+
+# A user's repr may fail, or be of any length.
+_REPR: Final = reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = _MAX_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,9 @@ class Recompilations:
             for each in closest
         ]
         if any(new):
-            title = f"{self._function!r} compiles again, program {len(unique) + 1}, "
-            lines = [f"{title}for the call at {_line_of_call()}", *_lines(closest)]
+            number = len({id(program.compiled) for program in unique}) + 1
+            title = f"{self._function!r} compiles again, program {number}, for the call"
+            lines = [f"{title} at {_line_of_call()}", *_lines(closest)]
             _logger.warning("%s", "\n  ".join(lines))
 
 
@@ -250,5 +256,5 @@ def _text(value: Any) -> str:
     if isinstance(value, LeafKey):
         value = f"an array, {value.dtype}{list(value.shape)}"
     elif isinstance(value, StaticValue):
-        value = re.sub(r" at 0x[0-9a-f]+", "", repr(value.value))
+        value = re.sub(r" at 0x[0-9a-f]+", "", _REPR.repr(value.value))
     return printable(str(value), longest=_MAX_TEXT)

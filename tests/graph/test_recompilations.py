@@ -275,6 +275,17 @@ def test_what_changed_is_named(said, before, now, lines):
     assert said() == lines
 
 
+def test_a_value_that_cannot_be_shown_does_not_stop_the_call(said):
+    class Unshown:
+        def __repr__(self):
+            raise ValueError("no")
+
+    step = ts.function(lambda x, v: x + 1)
+    step(X, Unshown())
+    step(X, Unshown())
+    assert said()[0] == "static value of 'v': <Unshown instance>, before another one"
+
+
 def test_another_way_of_passing_arguments(said):
     step = ts.function(pair)
     step(X, X)
