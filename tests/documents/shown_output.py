@@ -6,7 +6,7 @@ A page shows output in two ways; every other comment is a remark, and not compar
 - the comment behind a statement ``print(...)`` is all that the statement prints, each
   time that it runs;
 - a fence without a language that follows a block, with nothing between them, is all
-  that the block prints.
+  that the block prints, and its warnings in the log.
 
 ``…`` stands for any text: what is left out, times, rates, and what else depends on the
 machine. Numbers are rounded to the digits that are shown. Spaces are not compared, and
@@ -17,6 +17,7 @@ import ast
 import contextlib
 import io
 import linecache
+import logging
 import re
 import sys
 import tokenize
@@ -58,7 +59,7 @@ def run(text: str, page: Path, namespace: dict[str, Any]) -> None:
 def _as_saved(text: str, page: Path) -> str:
     """Output with the lines of a file ``train.py`` that a reader saves a block in."""
     return re.sub(
-        rf"(?:\w+/)?{re.escape(page.name)} from line (\d+):(\d+)",
+        rf"(?:\S+/)?{re.escape(page.name)} from line (\d+):(\d+)",
         lambda site: f"train.py:{int(site[2]) - int(site[1])}",
         text,
     )
@@ -82,10 +83,14 @@ class _Output(io.StringIO):
 
 def _output(code: str, name: str, namespace: dict[str, Any]) -> _Output:
     output = _Output(name)
+    warnings = logging.StreamHandler(output)
+    warnings.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(warnings)
     try:
         with contextlib.redirect_stdout(output):
             exec(compile(code, name, "exec"), namespace)
     finally:
+        logging.getLogger().removeHandler(warnings)
         sys.stdout.write(output.getvalue())
     return output
 

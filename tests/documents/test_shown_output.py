@@ -30,6 +30,7 @@ RIGHT = [
     [python("print(\n    [1.04],\n)  # [1.0]")],
     [python("x = 1"), python("print(x)"), output("1")],
     [python("print(1)\nprint(2)  # 2"), output("1\n2")],
+    [python("import logging\nlogging.warning('look out')"), output("look out")],
     [python("print(1)"), "Words.", output("another program")],
     [python("print(1)"), "```sh\nmake\n```"],
     [python("x = 3  # 4, a remark\nx  # 4\nassert x == 3  # 4")],
