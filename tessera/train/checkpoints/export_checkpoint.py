@@ -101,8 +101,11 @@ def export_checkpoint(
     params.check(config.model.kind.build(decoder, ModelOptions(), None))
     if kind == "peft":
         _check_adapters(config)
+        kind_of_base = Published.parse(metadata.published).model_type
         base = config.training.init_from
-        return write_adapters(file, decoder, layouts, read, base=base)
+        return write_adapters(
+            file, decoder, layouts, read, base=base, model_type=kind_of_base
+        )
     layouts, read = merge_adapters(decoder, layouts, read)
     if kind == "safetensors":
         return write_file(file, layouts, read, header)

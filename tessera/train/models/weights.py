@@ -23,7 +23,7 @@ from tessera.foundations.tree import Tree, named_leaves, nest
 from tessera.mesh import AnyMesh, as_mesh
 from tessera.train.files.hub import WEIGHT_FILES, local_path
 from tessera.train.models.decoder.decoder_model import DecoderModel
-from tessera.train.models.families.family import Tensor
+from tessera.train.models.families.family import StoredTensor, Tensor
 from tessera.train.models.families.published_files import (
     GENERATION_FILE,
     Published,
@@ -270,11 +270,9 @@ def _differences(
     source: SafetensorsFile | ModelFolder, plain: Mapping[str, Any]
 ) -> Iterator[str]:
     """Every tensor that is missing, left over, or of another shape or dtype."""
-    expected = {
-        name: row.shape(plain[row.path].shape)
-        for row in _table(source, plain)
-        for name in row.tensor_names(plain[row.path].shape)
-    }
+    shapes = {name: leaf.shape for name, leaf in plain.items()}
+    tensors = StoredTensor.all_of(_table(source, plain), shapes)
+    expected = {name: tensor.shape for name, tensor in tensors.items()}
     what = "file" if isinstance(source, SafetensorsFile) else "folder"
     for name in expected.keys() | source.arrays.keys():
         shape = expected.get(name)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from tessera.errors import ModelFolderError, OutputPathError
 from tessera.train.files.hub import HubName
-from tessera.train.models.families.family import Tensor
+from tessera.train.models.families.family import StoredTensor, Tensor
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.families.registry import CONFIG_FILE, family_for
 from tessera.train.models.merge_adapters import Layouts, Read, adapters_of
@@ -79,7 +79,13 @@ def write_folder(
 
 
 def write_adapters(
-    folder: str | Path, config: Any, layouts: Layouts, read: Read, *, base: str | None
+    folder: str | Path,
+    config: Any,
+    layouts: Layouts,
+    read: Read,
+    *,
+    base: str | None,
+    model_type: str | None = None,
 ) -> int:
     """Write the adapters alone in PEFT's format, for a model of Transformers.
 
@@ -90,20 +96,29 @@ def write_adapters(
       read: See ``write_folder``.
       base: The weights that the adapters are for, if that is known: a folder, or
         ``hf://…``, of which the repository and the revision are written.
+      model_type: Of these weights.
 
     Returns:
       Bytes of the adapters.
 
     Raises:
-      ModelFolderError: [T806] there are no adapters, or no family of Transformers
-        computes this model.
+      ModelFolderError: [T806] there are no adapters, no family of Transformers
+        computes this model, or it has one matmul for several of the adapters.
       OutputPathError: [T504] the folder exists and is not empty.
       OSError: It cannot be written.
     """
-    family = family_for(config)
+    family = family_for(config, model_type)
     pairs = adapters_of(layouts)
     rows: list[Tensor] = []
     for row in family.rows(pairs):
+        if row.part is not None:
+            raise ModelFolderError(
+                f"Transformers has no module of its own for each adapter of a "
+                f"{family.name}",
+                got=f"{row.path} is a part of {row.name}",
+                fix="use --format=hf, which writes all weights with the adapters in "
+                "them, or model.lora.targets without it",
+            )
         module = row.name.removesuffix(".weight")
         a, b = pairs[row.path]
         for path, part, inputs in ((a, "lora_A", row.inputs), (b, "lora_B", 1)):
@@ -139,34 +154,28 @@ def write_adapters(
 
 @dataclass
 class _Writer:
-    """Writes tensors, and holds the parameter of the last one."""
+    """Writes tensors, and holds the parameters of the last one."""
 
     layouts: Layouts
     read: Read
-    path: str = ""
-    parameter: np.ndarray | None = None
+    held: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def tensors(
-        self, rows: Iterable[Tensor]
-    ) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-        """Where each tensor is, by its name: a row and an index of its parameter."""
-        return {
-            row.tensor_name(index): (row, index)
-            for row in rows
-            for index in np.ndindex(self.layouts[row.path][1][: row.num_stacked])
-        }
+    def tensors(self, rows: Iterable[Tensor]) -> dict[str, StoredTensor]:
+        """What each tensor is made of, by its name."""
+        shapes = {path: shape for path, (_, shape) in self.layouts.items()}
+        return StoredTensor.all_of(rows, shapes)
 
     def write_shards(
         self,
         folder: Path,
-        tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]],
+        tensors: Mapping[str, StoredTensor],
         shard_bytes: int,
         weights: str = WEIGHTS,
     ) -> int:
         """Write all tensors to the file ``weights``, or to several with an index."""
         shapes = {
-            name: (self.layouts[row.path][0], row.shape(self.layouts[row.path][1]))
-            for name, (row, _) in tensors.items()
+            name: (self.layouts[tensor.pieces[0][0].path][0], tensor.shape)
+            for name, tensor in tensors.items()
         }
         sizes = {
             name: math.prod(shape) * dtype.itemsize
@@ -188,7 +197,7 @@ class _Writer:
             write_file(
                 folder / file,
                 part,
-                lambda name: self.tensor(*tensors[name]),
+                lambda name: self.tensor(tensors[name]),
                 {"format": "pt"},
             )
             files |= dict.fromkeys(names, file)
@@ -198,12 +207,15 @@ class _Writer:
             _write_json(folder / INDEX, index)
         return total
 
-    def tensor(self, row: Tensor, index: tuple[int, ...]) -> np.ndarray:
-        """A tensor, of which the parameter is read if it is another than the last."""
-        if self.path != row.path or self.parameter is None:
-            self.parameter = None  # before the next one is read
-            self.parameter, self.path = self.read(row.path), row.path
-        return row.to_tensor(self.parameter, index)
+    def tensor(self, tensor: StoredTensor) -> np.ndarray:
+        """A tensor, of which those parameters are read that the last one had not."""
+        paths = [row.path for row, _ in tensor.pieces]
+        for path in self.held.keys() - paths:
+            del self.held[path]  # before the next one is read
+        for path in paths:
+            if path not in self.held:
+                self.held[path] = self.read(path)
+        return tensor.joined(self.held.__getitem__)
 
 
 @contextmanager

@@ -102,6 +102,7 @@ def read_sizes(
     width, heads = take("hidden_size", int), take("num_attention_heads", int)
     bias = keys.take("attention_bias", bool, False)
     kv_heads = defaults.get("num_key_value_heads", heads)
+    epsilon = defaults.get("rms_norm_eps", 1e-6)
     kv_heads = keys.take_nullable("num_key_value_heads", int, kv_heads)
     head_dim = defaults.get("head_dim", width // max(heads, 1))
     return {
@@ -113,7 +114,7 @@ def read_sizes(
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": keys.take("head_dim", int, head_dim),
         "mlp_dim": take("intermediate_size", int),
-        "norm_epsilon": keys.take("rms_norm_eps", float, 1e-6),
+        "norm_epsilon": keys.take("rms_norm_eps", float, epsilon),
         "qkv_bias": bias,
         "output_bias": bias,
         "tied_head": keys.take(

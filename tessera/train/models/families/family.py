@@ -7,15 +7,18 @@ values = family.values(config)           # and back
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from tessera.errors import ModelFolderError
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.families.config_keys import ConfigKeys
+
+# From how many numbers a parameter has along a dim to where a tensor has them.
+Part: TypeAlias = Callable[[int], slice]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Tensor:
       inputs: How many of the other dims a matmul contracts. They come first in the
         parameter and last in the tensor, ``[outputs, inputs]``, each merged to one dim;
         without any, as in a bias, the tensor has one dim. None: the same shape.
+      part: Of a tensor that holds several parameters, side by side along its first dim
+        (the last, if ``inputs`` is None): which of its numbers are this one's, by how
+        many there are. All of them together hold the whole tensor.
 
     Example:
       >>> row = Tensor("a.kernel", "{layer}.q_proj.weight", inputs=1)
@@ -40,6 +46,7 @@ class Tensor:
     path: str
     name: str
     inputs: int | None = None
+    part: Part | None = None
 
     @property
     def num_stacked(self) -> int:
@@ -50,12 +57,8 @@ class Tensor:
         """The tensor at an index of these dims."""
         return self.name.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
-    def tensor_names(self, shape: tuple[int, ...]) -> list[str]:
-        """The names of all tensors of a parameter of this shape."""
-        return [self.tensor_name(i) for i in np.ndindex(shape[: self.num_stacked])]
-
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor, from the parameter's."""
+        """The shape of a tensor or of this part of it, from the parameter's."""
         dims = shape[self.num_stacked :]
         if self.inputs is None:
             return dims
@@ -70,18 +73,73 @@ class Tensor:
           shape: The parameter's, stacked dims included.
         """
         dims, inputs = shape[self.num_stacked :], self.inputs
+        tensor = tensor[self.within(self.shape(shape))]
         if inputs is None:
             return tensor
         split = tensor.reshape(*dims[inputs:], *dims[:inputs])
         return split.transpose(np.roll(range(split.ndim), inputs))
 
     def to_tensor(self, parameter: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-        """The tensor at an index of a parameter's stacked dims."""
+        """The tensor, or this part of it, at an index of a parameter's stacked dims."""
         part = parameter[index]
         if self.inputs is None:
             return part
         order = np.roll(range(part.ndim), -self.inputs)
         return part.transpose(order).reshape(self.shape(parameter.shape))
+
+    @property
+    def axis(self) -> int:
+        """The dim along which other parameters share the tensor."""
+        return -1 if self.inputs is None else 0
+
+    def within(self, shape: tuple[int, ...]) -> Any:
+        """The index in the tensor of this part of it, whose shape is given."""
+        if self.part is None:
+            return ...
+        numbers = self.part(shape[self.axis])
+        return numbers if self.axis == 0 else (..., numbers)
+
+
+@dataclass
+class StoredTensor:
+    """A tensor of a folder, and what it is made of.
+
+    Attributes:
+      shape: Of the whole tensor.
+      pieces: The rows of its parameters, and an index of each one's stacked dims.
+    """
+
+    shape: tuple[int, ...]
+    pieces: list[tuple[Tensor, tuple[int, ...]]] = field(default_factory=list)
+
+    @classmethod
+    def all_of(
+        cls, rows: Iterable[Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, "StoredTensor"]:
+        """The tensors of some parameters, by name, from the parameters' shapes."""
+        tensors: dict[str, StoredTensor] = {}
+        for row in rows:
+            own = row.shape(shapes[row.path])
+            for index in np.ndindex(shapes[row.path][: row.num_stacked]):
+                name = row.tensor_name(index)
+                if name not in tensors:
+                    tensors[name] = cls(own)
+                else:
+                    sizes = [*tensors[name].shape]
+                    sizes[row.axis] += own[row.axis]
+                    tensors[name].shape = tuple(sizes)
+                tensors[name].pieces.append((row, index))
+        return tensors
+
+    def joined(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """The tensor; ``read`` returns a parameter by its path."""
+        pieces = [(row, row.to_tensor(read(row.path), i)) for row, i in self.pieces]
+        if len(pieces) == 1:
+            return pieces[0][1]
+        out = np.empty(self.shape, pieces[0][1].dtype)
+        for row, piece in pieces:
+            out[row.within(piece.shape)] = piece
+        return out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ class Published:
         Raises:
           ModelFolderError: [T806] no family of Transformers computes this model.
         """
-        family, flat = family_for(config, self._flat.get("model_type")), self._flat
+        family, flat = family_for(config, self.model_type), self._flat
         written = family.values(config)
         # The folder's own spelling, unless the model is another one now.
         candidates = {**written, **flat}, {**flat, **written}
@@ -103,6 +103,11 @@ class Published:
         if self.config and ids.items() <= self._flat.items():
             return dict(self.generation)
         return {**self.generation, **ids} if tokens else {}
+
+    @property
+    def model_type(self) -> str | None:
+        """Of the folder; None without one."""
+        return self._flat.get("model_type")
 
     @property
     def _flat(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tessera.train.models.families.family import Family
 from tessera.train.models.families.gemma import GEMMA2, GEMMA3
 from tessera.train.models.families.llama3 import LLAMA3
 from tessera.train.models.families.mistral import MISTRAL
+from tessera.train.models.families.phi import PHI3
 from tessera.train.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 CONFIG_FILE: Final = "config.json"
@@ -27,6 +28,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3,
     QWEN3_MOE,
     QWEN2,
+    PHI3,
 )
 
 # Fields that a folder does not have: they change training or speed, not the model; and
