@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawn slices of drawn parameters are those of NumPy, whatever tensors hold them.
 
-A parameter has a tensor for each layer, for each expert of each layer, or one for all.
+A parameter has a tensor for each layer, for each expert of each layer, or one for all,
+or a part of one that holds other parameters, too.
 The tensors have its shape, or are transposed with heads merged, in any float dtype. A
 slice is of the whole parameter, of its layers by pipeline stage with padding, or what
 the devices of a drawn layout hold.
@@ -18,12 +19,17 @@ import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
-from tessera.train.models.families.family import Tensor
+from tessera.train.models.families.family import StoredTensor, Tensor
 from tessera.train.models.parameter_slices import ParameterSlices, assemble
 from tessera.train.models.pipeline_stages import StageSplit
 from tessera.train.models.safetensors import SafetensorsFile
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+PARTS = (
+    lambda n: slice(n, 2 * n),
+    lambda n: slice(-n, None),
+    lambda n: slice(2, None, 3),
+)
 NAMES = ("all.weight", "{layer}.weight", "{layer}.x.{expert}.weight")
 
 
@@ -45,8 +51,21 @@ def drawn(seed, folder):
             part = part if inputs else part[:, 0]
         numbers = dict(zip(("layer", "expert"), index, strict=False))
         tensors[name.format(**numbers)] = np.ascontiguousarray(part)
+    part = None
+    if inputs != 0 and dims and rng.random() < 0.4:
+        axis, part = -1 if inputs is None else 0, PARTS[rng.integers(len(PARTS))]
+        tensors = {key: beside(rng, x, axis, part) for key, x in tensors.items()}
     safetensors.numpy.save_file(tensors, folder / "file.safetensors")
-    return rng, Tensor("a", name, inputs), parameter, tensors
+    return rng, Tensor("a", name, inputs, part), parameter, tensors
+
+
+def beside(rng, tensor, axis, part):
+    """A tensor in one of three times its size, whose other numbers are drawn."""
+    shape = [*tensor.shape]
+    shape[axis] *= 3
+    whole = rng.standard_normal(shape).astype(tensor.dtype)
+    np.moveaxis(whole, axis, 0)[part(tensor.shape[axis])] = np.moveaxis(tensor, axis, 0)
+    return whole
 
 
 def drawn_slice(rng, size):
@@ -70,11 +89,10 @@ def test_slices_are_those_of_numpy(seed, tmp_path):
     split = drawn_split(rng, len(parameter))
     slices = ParameterSlices(source, row, parameter.shape, dtype, split)
     rounded = parameter.astype(dtype)
-    for name in row.tensor_names(parameter.shape):
-        assert tensors[name].shape == row.shape(parameter.shape)
-    for index in np.ndindex(parameter.shape[: row.num_stacked]):
-        again = row.to_tensor(parameter, index)
-        assert again.tobytes() == tensors[row.tensor_name(index)].tobytes()
+    for name, stored in StoredTensor.all_of([row], {"a": parameter.shape}).items():
+        own = tensors[name][row.within(stored.shape)]
+        assert own.shape == stored.shape
+        assert stored.joined({"a": parameter}.get).tobytes() == own.tobytes()
     for _ in range(5):
         index = tuple(drawn_slice(rng, size) for size in parameter.shape)
         assert_same(slices.read(index), rounded[index])

@@ -31,7 +31,7 @@ from tessera.train.models import (
 from tessera.train.models.decoder.config import LoraConfig
 from tessera.train.models.families.dense import FEATURES
 from tessera.train.models.families.gemma import GEMMA3 as GEMMA3_FAMILY
-from tessera.train.models.families.registry import differences
+from tessera.train.models.families.registry import differences, family_for
 from tessera.train.models.write_folder import write_adapters, write_folder
 
 PYTHON = os.environ.get("TESSERA_HF_PYTHON")
@@ -77,6 +77,16 @@ QWEN3 = dataclasses.replace(
     rope_truncate=False,
 )
 QWEN2 = dataclasses.replace(QWEN3, qk_norm=False, output_bias=False, tied_head=False)
+PHI3 = dataclasses.replace(
+    LLAMA3,
+    window=7,
+    global_every=None,
+    rope_base_local=1000.0,
+    rope_scale_global=1.0,
+    rope_kind="linear",
+    rope_original_length=None,
+    rope_high_rotations=32.0,
+)
 # Of layers with a window, too.
 SCALED = {"rope_base_local": 1000.0, "rope_scale_local": 4.0}
 CONFIGS = {
@@ -113,6 +123,7 @@ CONFIGS = {
         "Qwen3ForCausalLM",
         dataclasses.replace(QWEN3, **SCALED, window=7, global_every=3),
     ),
+    "phi3": ("Phi3ForCausalLM", PHI3),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
     "qwen2_windows": (
         "Qwen2ForCausalLM",
@@ -123,6 +134,8 @@ CONFIGS = {
         dataclasses.replace(QWEN3, num_experts=6, experts_per_token=2, tied_head=False),
     ),
 }
+# Whose models are those of other families, too.
+MODEL_TYPES = {"Phi3ForCausalLM": "phi3"}
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 40)).astype(np.int32)
 
 
@@ -136,6 +149,19 @@ def random_params(model: DecoderModel, mesh: Mesh | None = None) -> Any:
         return jax.device_put(x + 0.2 * noise, x.sharding)
 
     return jax.tree.map(vary, params)
+
+
+def published_as(
+    architecture: str, config: DecoderConfig, tmp_path: Path
+) -> Path | None:
+    """A folder of a family that is not the first one to compute the model."""
+    if architecture not in MODEL_TYPES:
+        return None
+    family = family_for(config, MODEL_TYPES[architecture])
+    (tmp_path / "published").mkdir(exist_ok=True)
+    values = json.dumps({**family.values(config), "pad_token_id": None})
+    (tmp_path / "published" / "config.json").write_text(values)
+    return tmp_path / "published"
 
 
 def run_transformers(mode: str, folder: Path, *rest: str) -> tuple[Any, dict[str, Any]]:
@@ -165,7 +191,13 @@ def test_logits_are_equal_after_an_export_from_a_mesh(name: str, tmp_path: Path)
     architecture, config = CONFIGS[name]
     model = DecoderModel(config)
     params = random_params(model, Mesh(["fsdp", "tp"], range(4), (2, 2)))
-    save_pretrained(params, tmp_path / "out", model=model, shard_bytes=20_000)
+    save_pretrained(
+        params,
+        tmp_path / "out",
+        model=model,
+        shard_bytes=20_000,
+        published=published_as(architecture, config, tmp_path),
+    )
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
     theirs, what = load(tmp_path / "out")
     assert what == {

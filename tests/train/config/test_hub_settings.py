@@ -57,7 +57,7 @@ def test_a_model_of_the_hub_has_a_commit_and_its_tokenizer(hub, commit):
     assert both.config.training.init_from == name
     assert both.config.data.tokenizer == name
     assert both.config.model.name == "gemma"
-    assert both.notes == (f"model=org/gemma is {name}",)
+    assert both.notes[0] == f"model=org/gemma is {name}"
     assert set(both.published) == {"config.json"}
     # The weights are downloaded once nothing is wrong with the settings.
     assert "model.safetensors" not in hub.downloads
@@ -67,7 +67,7 @@ def test_a_folder_of_that_name_is_used_and_the_log_says_so(hub, commit, tmp_path
     write_folder(tmp_path / "org" / "gemma", gemma3_tensors(GEMMA3), GEMMA3)
     both = composed("model=org/gemma", SYNTHETIC)
     assert both.config.training.init_from == "org/gemma"
-    assert both.notes == ("model=org/gemma is the folder here, not a model of the Hub",)
+    assert both.notes[0] == "model=org/gemma is the folder here, not a model of the Hub"
     assert hub.requests == []
     both = composed("model=hf://org/gemma", SYNTHETIC)
     assert both.config.training.init_from == f"hf://org/gemma@{commit}"

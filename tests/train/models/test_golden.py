@@ -27,6 +27,7 @@ from tessera.graph.jit import function
 from tessera.mesh import Mesh
 from tessera.train.loop.pipelined_model import PipelinedModel, schedule_of
 from tessera.train.models import DecoderModel, from_pretrained
+from tessera.train.models.families.family import StoredTensor
 from tessera.train.models.families.registry import family_for, family_of
 from tessera.train.models.partition_rules import NO_MESH
 from tessera.train.models.pipeline_stages import split_of
@@ -56,9 +57,8 @@ def folder(tmp_path_factory):
         leaves = named_leaves(model.abstract())
         shapes = {key.replace("/", "."): leaf.shape for key, leaf in leaves.items()}
         tensors = {
-            part: weight(name, part, row.shape(shapes[row.path]))
-            for row in family.rows(shapes)
-            for part in row.tensor_names(shapes[row.path])
+            part: weight(name, part, stored.shape)
+            for part, stored in StoredTensor.all_of(family.rows(shapes), shapes).items()
         }
         assert tensors.keys() == GOLDEN["cases"][name]["gradients"].keys()
         safetensors.numpy.save_file(tensors, path / "model.safetensors")
@@ -108,13 +108,12 @@ def near(found, wanted, what):
 def summaries(name, model, gradients):
     """The two numbers of each tensor's gradient, in the folder's names."""
     leaves = {k.replace("/", "."): np.asarray(v) for k, v in gradients.items()}
-    found = {}
-    for row in family_of(CASES[name]).rows(leaves):
-        leaf = leaves[row.path]
-        for index in np.ndindex(leaf.shape[: row.num_stacked]):
-            part = row.tensor_name(index)
-            found[part] = summary(part, row.to_tensor(leaf, index))
-    return found
+    rows = family_of(CASES[name]).rows(leaves)
+    tensors = StoredTensor.all_of(rows, {path: x.shape for path, x in leaves.items()})
+    return {
+        part: summary(part, stored.joined(leaves.__getitem__))
+        for part, stored in tensors.items()
+    }
 
 
 def assert_golden(name, model, loss, gradients):
@@ -135,6 +134,7 @@ ON_MESHES = {
     "gemma2": CP_TP,
     "mistral_yarn": CP_TP,
     "qwen3_moe": EXPERTS,
+    "phi3": FSDP_TP,
 }
 
 
@@ -211,6 +211,8 @@ def test_a_pipeline_has_the_loss_and_gradients_of_transformers(
         ("qwen3_windows", {"rope_scale_local": 1.0}),
         ("qwen3_windows", {"layer_types": ("local", "global", "local")}),
         ("qwen3", {"activation": "gelu_tanh"}),
+        ("phi3", {"window": 8}),
+        ("phi3", {"norm_epsilon": 1e-3}),
         ("qwen3_moe", {"renormalize_experts": False}),
     ],
     ids=str,
@@ -233,7 +235,7 @@ def test_the_configuration_is_written_as_it_was_read(name):
     family = family_of(CASES[name])
     config = family.config(CASES[name])
     assert family.config(family.values(config)) == config
-    assert family_for(config) is family
+    assert family_for(config, CASES[name]["model_type"]) is family
 
 
 def test_a_mistral_with_biases_is_refused_as_transformers_would_leave_them_out():

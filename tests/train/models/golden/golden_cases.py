@@ -133,6 +133,18 @@ CASES = {
         "norm_topk_prob": True,
         "rope_parameters": {**_BASE, "rope_type": "default"},
     },
+    "qwen2": {
+        **_QWEN,
+        "model_type": "qwen2",
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
+    "phi3": {
+        **_LLAMA,
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "sliding_window": 7,
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
 }
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes golden.json: what Hugging Face Transformers computes for ``golden_cases``.
 
-``make test-hf`` runs it with --check in an environment of its own, where torch is:
+``make test-hf`` runs it with --check in an environment of its own, where torch is;
+--new adds the cases that the file lacks:
 
-    python -m tests.train.models.golden.make_golden [--check]
+    python -m tests.train.models.golden.make_golden [--check | --new]
 """
 
 import json
@@ -84,7 +85,8 @@ def main() -> int:
     import torch
     import transformers
 
-    made = {case: compute(case) for case in CASES}
+    known = json.loads(PATH.read_text())["cases"] if "--new" in sys.argv[1:] else {}
+    made = {case: known.get(case) or compute(case) for case in CASES}
     if "--check" in sys.argv[1:]:
         golden = json.loads(PATH.read_text())["cases"]
         for name, numbers in made.items():
