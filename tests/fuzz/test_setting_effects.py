@@ -134,6 +134,8 @@ OTHERS = {
     "training.frozen": ("[embedding]",),
     "data.name": ("stdlib", "synthetic"),
     "data.path": ("books",),
+    "data.split": ("test",),
+    "data.subset": ("other",),
     "data.format": ("jsonl",),
     "data.text_key": ("body",),
     "data.messages_key": ("messages",),
