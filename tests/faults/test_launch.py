@@ -165,10 +165,7 @@ def test_ranks_that_another_launcher_starts(start_ranks):
 def test_a_single_process_starts_no_coordinator(launch):
     outcome = launch("--nprocs=1", str(PROGRAM)).wait()
     assert outcome.code == 0, outcome.err
-    assert (
-        "a single process: tessera.train.commands.launch started no other"
-        in outcome.out
-    )
+    assert "a single process: tessera launch started no other" in outcome.out
     assert "[rank 0] step 3: 1\n" in outcome.out
 
 
@@ -333,8 +330,7 @@ def test_a_failed_run_is_started_again_and_keeps_what_it_shares(run):
         # Each line says whose it is.
         assert f"[rank {rank}] step 3: 2\n" in outcome.out
         assert (
-            f": rank {rank} of 2, by tessera.train.commands.launch; coordinator 127.0"
-            in outcome.out
+            f": rank {rank} of 2, by tessera launch; coordinator 127.0" in outcome.out
         )
     shared = re.findall(r"\[rank \d\] attempt (\d) shares (.*)", outcome.out)
     assert [number for number, _ in sorted(shared)] == ["0", "0", "1", "1"]

@@ -109,7 +109,7 @@ def test_two_processes_of_which_one_is_killed_give_the_numbers_of_one(tmp_path, 
     assert {*shown} == {"0"}
     for log in ("train.log", "train.1.log"):
         text = (tmp_path / "run" / log).read_text()
-        assert "rank 0 of 2, by tessera.train.commands.launch" in text
+        assert "rank 0 of 2, by tessera launch" in text
         assert "rank 1 of 2" not in text
 
 

@@ -135,7 +135,7 @@ def _from_torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
         local_rank=_number(environ, "LOCAL_RANK", 0),
         local_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
         coordinator=(_master_host(environ), port),
-        source="tessera.train.commands.launch"
+        source="tessera launch"
         if "TESSERA_LAUNCHER" in environ
         else "torchrun's RANK and WORLD_SIZE",
     )

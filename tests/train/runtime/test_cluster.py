@@ -65,10 +65,7 @@ def test_the_order_of_environments_is_torchrun_slurm_mpi_kubernetes():
 def test_our_launcher_sets_torchruns_variables_and_is_named():
     launched = {"TESSERA_LAUNCHER": "7", **rank_variables(1, 4, 29500)}
     found = detect(launched)
-    assert (
-        str(found)
-        == "rank 1 of 4, by tessera.train.commands.launch; coordinator 127.0.0.1:29501"
-    )
+    assert str(found) == "rank 1 of 4, by tessera launch; coordinator 127.0.0.1:29501"
     assert (found.local_rank, found.local_size) == (1, 4)
 
 
