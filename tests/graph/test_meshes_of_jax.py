@@ -291,6 +291,13 @@ def multiplies(x):
     [
         (reshards, "auto", r"\[T106\].*jax\.set_mesh"),
         (maps, "auto", r"\[T106\].*jax\.set_mesh"),
+        (
+            lambda x: jax.shard_map(
+                lambda x: x, mesh=dist.Mesh(["dp"]), in_specs=P(), out_specs=P()
+            )(x),
+            "auto",
+            r"\[T209\].*mesh\.jax",
+        ),
         (multiplies, "explicit", r"\[T205\].*AxisType\.Auto"),
         (
             lambda x: jax.sharding.reshard(x, NamedSharding(KINDS["auto"](), P("dp"))),

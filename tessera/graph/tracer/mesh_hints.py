@@ -6,7 +6,12 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Final
 
-from tessera.errors import LayoutMismatchError, NoMeshError, TesseraError
+from tessera.errors import (
+    LayoutMismatchError,
+    MeshAttributeError,
+    NoMeshError,
+    TesseraError,
+)
 from tessera.mesh import AUTO_AXES, Mesh
 
 _SET_MESH: Final = NoMeshError(
@@ -21,6 +26,10 @@ _HINTS: Final[Mapping[str, TesseraError]] = MappingProxyType(
         "not under a mesh context": _SET_MESH,
         "The context mesh cannot be empty": _SET_MESH,
         "requires a non-empty mesh in context": _SET_MESH,
+        "shard_map requires a `jax.sharding.Mesh`": MeshAttributeError(
+            "a dist.Mesh is no mesh of JAX",
+            fix="write jax.shard_map(..., mesh=mesh.jax)",
+        ),
         "passed to reshard cannot contain axis names that are of type Auto": (
             LayoutMismatchError(
                 "jax.sharding.reshard is for Explicit axes, and these are Auto",
