@@ -146,11 +146,16 @@ def _differences(
 
 
 def _of_context(before: Sequence[Any], now: Sequence[Any]) -> Iterator[_Difference]:
-    parts = ("mesh of 'with mesh:'", "mesh of jax.set_mesh", "autocast", "schedule")
+    # JAX's own mesh is the one that is open, or adds nothing to it.
+    parts = ("mesh", "mesh", "autocast", "schedule")
     *own, settings = zip(before, now, strict=True)
-    for part, (was, here) in zip(parts, own, strict=True):
-        if was != here:
-            yield _Difference("", part, _text(was), _text(here))
+    changed = {
+        part: pair
+        for part, pair in reversed([*zip(parts, own, strict=True)])
+        if pair[0] != pair[1]
+    }
+    for part, (was, here) in changed.items():
+        yield _Difference("", part, _text(was), _text(here))
     for name, was, here in jaxprs.changed_trace_settings(*settings):
         if name.startswith("jax_"):  # the others are meshes, or states of a trace
             yield _Difference("", name, _text(was), _text(here))
