@@ -23,7 +23,7 @@ DRAWN = {
     *("layer_types", "rope_scale_local", "rope_kind", "rope_original_length"),
     *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
     *("activation", "scale_embedding", "tied_head", "logit_soft_cap", "lora"),
-    "attention_soft_cap",
+    *("attention_soft_cap", "pre_norms", "qk_norm_joint"),
 }
 SAME = {
     *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
@@ -52,6 +52,8 @@ def drawn_config(draw: Random) -> DecoderConfig:
     switches = "norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"
     for name in (*switches, "scale_embedding", "tied_head"):
         config[name] = draw.random() < 0.5
+    config["pre_norms"] = not config["post_norms"] or draw.random() < 0.5
+    config["qk_norm_joint"] = config["qk_norm"] and draw.random() < 0.5
     config["activation"] = draw.choice(["gelu_tanh", "silu"])
     config["logit_soft_cap"] = draw.choice([None, 2.0])
     config["attention_soft_cap"] = draw.choice([None, 1.0])

@@ -33,6 +33,7 @@ def drawn_model(draw: Random) -> tuple[DecoderModel, Mesh | None]:
         "scan_unroll": draw.randint(1, 2),
         "tied_head": draw.random() < 0.5,
         "post_norms": draw.random() < 0.5,
+        "qk_norm_joint": draw.random() < 0.5,
         "qkv_bias": draw.random() < 0.5,
         "output_bias": draw.random() < 0.5,
     }

@@ -93,6 +93,8 @@ OTHERS = {
     "model.norm_unit_offset": ("false",),
     "model.post_norms": ("false",),
     "model.qk_norm": ("false",),
+    "model.qk_norm_joint": ("true",),
+    "model.pre_norms": ("false",),
     "model.qkv_bias": ("true",),
     "model.output_bias": ("true",),
     "model.activation": ("silu",),

@@ -87,6 +87,16 @@ PHI3 = dataclasses.replace(
     rope_original_length=None,
     rope_high_rotations=32.0,
 )
+OLMO2 = dataclasses.replace(
+    LLAMA3,
+    pre_norms=False,
+    post_norms=True,
+    qk_norm=True,
+    qk_norm_joint=True,
+    qkv_bias=True,
+    output_bias=True,
+)
+OLMO3 = dataclasses.replace(OLMO2, window=7, global_every=3, rope_base_local=200.0)
 # Of layers with a window, too.
 SCALED = {"rope_base_local": 1000.0, "rope_scale_local": 4.0}
 CONFIGS = {
@@ -124,6 +134,8 @@ CONFIGS = {
         dataclasses.replace(QWEN3, **SCALED, window=7, global_every=3),
     ),
     "phi3": ("Phi3ForCausalLM", PHI3),
+    "olmo2": ("Olmo2ForCausalLM", OLMO2),
+    "olmo3": ("Olmo3ForCausalLM", OLMO3),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
     "qwen2_windows": (
         "Qwen2ForCausalLM",
@@ -344,6 +356,7 @@ def train_on_text(tmp_path: Path, *more: str) -> None:
 
 
 FAMILIES = ("gemma3", "gemma2", "llama3", "mistral", "qwen3", "qwen3_moe", "qwen2")
+FAMILIES += ("olmo2",)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,8 @@ ON_MESHES = {
     "mistral_yarn": CP_TP,
     "qwen3_moe": EXPERTS,
     "phi3": FSDP_TP,
+    "olmo2": FSDP_TP,
+    "olmo3": CP_TP,
 }
 
 
@@ -163,6 +165,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(folder, name, mesh)
     [
         ("gemma3", PP_TP, "ring"),
         ("gemma2", PP_CP, "all_to_all"),
+        ("olmo3", PP_TP, "ring"),
     ],
     ids=str,
 )
@@ -213,6 +216,9 @@ def test_a_pipeline_has_the_loss_and_gradients_of_transformers(
         ("qwen3", {"activation": "gelu_tanh"}),
         ("phi3", {"window": 8}),
         ("phi3", {"norm_epsilon": 1e-3}),
+        ("olmo3", {"window": 8}),
+        ("olmo3", {"rope_base_local": 500.0}),
+        ("olmo3", {"global_every": 3}),
         ("qwen3_moe", {"renormalize_experts": False}),
     ],
     ids=str,

@@ -109,8 +109,10 @@ class DecoderConfig:
         yarn; null is 0.1 ln(scale) + 1.
       norm_epsilon: Added to the mean square in every RMSNorm.
       norm_unit_offset: Whether norms multiply by 1 + w, or by w.
-      post_norms: Whether attention and MLP have a norm after them, too.
+      pre_norms: Whether attention and MLP have a norm before them.
+      post_norms: Whether attention and MLP have a norm after them.
       qk_norm: Whether the queries and keys of each head are normalized.
+      qk_norm_joint: Whether all heads of a token are normalized as one vector instead.
       qkv_bias: Whether the projections to queries, keys and values have biases.
       output_bias: Whether the projection of attention's output has a bias.
       activation: Of the MLP's gate; gelu_tanh or silu.
@@ -164,8 +166,10 @@ class DecoderConfig:
     rope_attention_factor: float | None = None
     norm_epsilon: float = 1e-6
     norm_unit_offset: bool = True
+    pre_norms: bool = True
     post_norms: bool = True
     qk_norm: bool = True
+    qk_norm_joint: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     activation: str = "gelu_tanh"
@@ -215,6 +219,11 @@ class DecoderConfig:
             yield (
                 f"head_dim = {self.head_dim} is odd, but rope rotates halves",
                 f"use head_dim {self.head_dim - 1 or 2} or {self.head_dim + 1}",
+            )
+        if self.qk_norm_joint and not self.qk_norm:
+            yield (
+                "qk_norm_joint = True, qk_norm = False",
+                "use qk_norm True, or leave out qk_norm_joint",
             )
         if 0 < self.num_experts < self.experts_per_token:
             yield (

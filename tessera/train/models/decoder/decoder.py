@@ -44,17 +44,19 @@ Statistics: TypeAlias = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP or experts; each after a norm, with a residual."""
+    """Attention, then an MLP or experts; each between norms, with a residual."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         norm = {"layers": config.num_layers, "norm": config.d_model}
-        self.pre_attention_norm = RMSNorm(norm, config)
         self.attention = Attention(config, rngs=rngs)
-        self.pre_mlp_norm = RMSNorm(norm, config)
         if config.num_experts:
             self.experts = Experts(config, rngs=rngs)
         else:
             self.mlp = MLP(config, rngs=rngs)
+        self.has_pre_norms = config.pre_norms
+        if config.pre_norms:
+            self.pre_attention_norm = RMSNorm(norm, config)
+            self.pre_mlp_norm = RMSNorm(norm, config)
         self.has_post_norms = config.post_norms
         if config.post_norms:
             self.post_attention_norm = RMSNorm(norm, config)
@@ -69,14 +71,16 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "batch seq d_model"], Statistics]:
         """The residual after one layer, and its router's statistics."""
         with jax.named_scope("attention"):
-            inner = place.constrain(self.pre_attention_norm(x_BSD), *GATHERED)
+            inner = self.pre_attention_norm(x_BSD) if self.has_pre_norms else x_BSD
+            inner = place.constrain(inner, *GATHERED)
             inner = self.attention(inner, rotation, attend, place)
             inner = place.constrain(inner, *RESIDUAL)
             if self.has_post_norms:
                 inner = self.post_attention_norm(inner)
             x_BSD = x_BSD + inner
         with jax.named_scope("mlp"):
-            inner = place.constrain(self.pre_mlp_norm(x_BSD), *GATHERED)
+            inner = self.pre_mlp_norm(x_BSD) if self.has_pre_norms else x_BSD
+            inner = place.constrain(inner, *GATHERED)
             inner, statistics = self._transformed(inner, place)
             inner = place.constrain(inner, *RESIDUAL)
             if self.has_post_norms:

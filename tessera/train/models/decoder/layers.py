@@ -202,9 +202,8 @@ class Attention(nnx.Module):
         bias = config.output_bias
         self.output = new("o_proj", inputs=heads, outputs=embed, bias=bias)
         if config.qk_norm:
-            dims = {"layers": config.num_layers, "head_dim": config.head_dim}
-            self.query_norm = RMSNorm(dims, config)
-            self.key_norm = RMSNorm(dims, config)
+            self.query_norm = self._norm(config.num_heads)
+            self.key_norm = self._norm(config.num_kv_heads)
 
     def __call__(
         self,
@@ -221,7 +220,8 @@ class Attention(nnx.Module):
         k_BTGK = checkpoint_name(k_BTGK, "key")
         v_BTGK = checkpoint_name(v_BTGK, "value")
         if self.config.qk_norm:
-            q_BSHK, k_BTGK = self.query_norm(q_BSHK), self.key_norm(k_BTGK)
+            q_BSHK = self._normalized(self.query_norm, q_BSHK)
+            k_BTGK = self._normalized(self.key_norm, k_BTGK)
         turn = recomputed(rotate)
         q_BSHK = turn(q_BSHK, rotation) * self.config.query_scale
         k_BTGK = turn(k_BTGK, rotation)
@@ -232,6 +232,17 @@ class Attention(nnx.Module):
             v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *HEADS)
         out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK)
         return self.output(place.constrain(out_BSHK, *HEADS), place)
+
+    def _norm(self, heads: int) -> RMSNorm:
+        config, layers = self.config, {"layers": self.config.num_layers}
+        if config.qk_norm_joint:
+            return RMSNorm(layers | {"norm": heads * config.head_dim}, config)
+        return RMSNorm(layers | {"head_dim": config.head_dim}, config)
+
+    def _normalized(self, norm: RMSNorm, x_BSHK: Array) -> Array:
+        if not self.config.qk_norm_joint:
+            return norm(x_BSHK)
+        return norm(x_BSHK.reshape(*x_BSHK.shape[:2], -1)).reshape(x_BSHK.shape)
 
 
 def soft_capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

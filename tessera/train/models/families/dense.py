@@ -127,7 +127,7 @@ def read_rotation(keys: ConfigKeys) -> dict[str, Any]:
     """The rotary fields of a family whose layers all rotate alike."""
     rope = read_rope(keys)
     theta = rope.take("rope_theta", float, 10_000.0)
-    scaling = _read_scaling(keys, rope)
+    scaling = read_scaling(keys, rope)
     scale = scaling.pop("factor", 1.0)
     return {
         "rope_base_local": theta,
@@ -186,7 +186,7 @@ def check_width(config: DecoderConfig) -> None:
         )
 
 
-def _read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
+def read_scaling(keys: ConfigKeys, rope: ConfigKeys) -> dict[str, Any]:
     """The fields about rotary scaling; transformers' modeling_rope_utils defines it."""
     kind = read_rope_kind(rope, "linear", "llama3", "yarn")
     if kind == "default":

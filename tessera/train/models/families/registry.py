@@ -14,6 +14,7 @@ from tessera.train.models.families.family import Family
 from tessera.train.models.families.gemma import GEMMA2, GEMMA3
 from tessera.train.models.families.llama3 import LLAMA3
 from tessera.train.models.families.mistral import MISTRAL
+from tessera.train.models.families.olmo import OLMO2, OLMO3
 from tessera.train.models.families.phi import PHI3
 from tessera.train.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
@@ -29,6 +30,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_MOE,
     QWEN2,
     PHI3,
+    OLMO2,
+    OLMO3,
 )
 
 # Fields that a folder does not have: they change training or speed, not the model; and

@@ -37,6 +37,10 @@ PUBLISHED = {
     "qwen2.5_1.5b": 1_543_714_304,
     "qwen2.5_3b": 3_085_938_688,
     "qwen2.5_7b": 7_615_616_512,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
     "phi4": 14_659_507_200,
 }
 
@@ -135,3 +139,8 @@ def test_yarn_needs_a_base_above_one(base: str) -> None:
     yarn = {"rope_kind": "yarn", "rope_scale_global": 4.0, "rope_original_length": 32}
     with pytest.raises(ModelShapeError, match=r"a base of 1\.0"):
         dataclasses.replace(config_of("tiny"), **yarn, **{base: 1.0})
+
+
+def test_one_norm_of_all_heads_needs_norms_of_queries_and_keys() -> None:
+    with pytest.raises(ModelShapeError, match="qk_norm_joint = True, qk_norm = False"):
+        dataclasses.replace(config_of("tiny"), qk_norm=False, qk_norm_joint=True)

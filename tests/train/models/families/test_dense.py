@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config.json of Llama, Mistral and Qwen: windows, scaling and defaults."""
+"""The config.json of Llama, Mistral, Qwen and OLMo: windows, scaling and defaults."""
 
 import dataclasses
 import math
@@ -38,6 +38,8 @@ def refusal(model_type, **changes):
         ("qwen3", 128, 32),
         ("qwen3_moe", 2, 4),
         ("qwen2", 2, 32),
+        ("olmo2", 2, 32),
+        ("olmo3", 2, 32),
     ],
 )
 def test_sizes_that_are_left_out_are_those_of_transformers(
@@ -117,6 +119,24 @@ def test_a_qwen_2_has_biases_of_queries_keys_and_values_alone():
     assert "attention_bias" not in family_for(config).values(config)
     assert "attention_bias" in refusal("qwen2", attention_bias=False)
     assert "use_mrope" in refusal("qwen2", use_mrope=True)
+
+
+def test_an_olmo_3_has_a_window_in_three_of_four_layers():
+    config = read("olmo3", rope_scaling=YARN)
+    assert (config.window, config.layer_kinds) == (4096, ("local",) * 3 + ("global",))
+    assert config.rope_base_local == config.rope_base_global == 500_000
+    assert (config.rope_scale_local, config.rope_scale_global) == (1, 4)
+    assert config.norm_epsilon == read("olmo2").norm_epsilon == 1e-5
+    with pytest.raises(ModelShapeError, match="window = None"):
+        read("olmo3", sliding_window=None)
+
+
+def test_a_base_that_transformers_reads_for_some_layers_alone_is_refused():
+    assert "rope_theta = 100.0: only 500000.0" in refusal("olmo3", rope_theta=100.0)
+    kinds = ("full_attention", "sliding_attention")
+    each = {kind: {"rope_type": "default", "rope_theta": 100.0} for kind in kinds}
+    config = read("olmo3", rope_theta=100.0, rope_parameters=each)
+    assert config.rope_base_local == config.rope_base_global == 100
 
 
 def test_more_layers_than_any_model_has_are_refused_and_not_listed():

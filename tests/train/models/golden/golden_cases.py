@@ -138,6 +138,30 @@ CASES = {
         "model_type": "qwen2",
         "rope_parameters": {**_BASE, "rope_type": "default"},
     },
+    "olmo2": {
+        **_LLAMA,
+        "model_type": "olmo2",
+        "pad_token_id": 0,
+        "rope_parameters": {**_BASE, "rope_type": "default"},
+    },
+    "olmo3": {
+        **_LLAMA,
+        "model_type": "olmo3",
+        "pad_token_id": 0,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "full_attention": {
+                **_BASE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
     "phi3": {
         **_LLAMA,
         "model_type": "phi3",
