@@ -201,6 +201,7 @@ class HubName:
         else:
             what = f"{self.repo} cannot be downloaded, and is not whole in the cache"
             why = [*str(error).splitlines(), type(error).__name__][0]
+            why = why.removeprefix("Got: ")
             if hub.constants.HF_HUB_OFFLINE:
                 why = "HF_HUB_OFFLINE is set"
             got, fix = f"{printable(why, longest=200)}\n{here}", self._by_hand()
