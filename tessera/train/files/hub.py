@@ -184,7 +184,8 @@ class HubName:
     def _error(self, hub: ModuleType, error: Exception) -> HubError:
         kinds, kind = hub.errors, "data set" if self.is_dataset else "model"
         page = f"{hub.constants.ENDPOINT}/{self._page}"
-        here = f"there is no folder {self.repo!r} here, either"
+        here = f"\nthere is no folder {self.repo!r} here, either"
+        here = "" if os.path.exists(self.repo) else here
         got, log_in = page, "run: hf auth login (or set HF_TOKEN)"
         if isinstance(error, kinds.GatedRepoError):
             what = f"{self.repo} is gated, and this machine may not read it"
@@ -192,7 +193,7 @@ class HubName:
         elif isinstance(error, kinds.RepositoryNotFoundError):
             what = f"the Hub has no {kind} {self.repo!r}, or it is private"
             fix = f"check the name; for a private one, {log_in}"
-            got = f"{page}\n{here}"
+            got = f"{page}{here}"
         elif isinstance(error, kinds.RevisionNotFoundError):
             what = f"{self.repo} has no revision {self.revision!r}"
             fix = f"name a branch, a tag or a whole commit: {self.repo}@main"
@@ -204,7 +205,7 @@ class HubName:
             why = why.removeprefix("Got: ")
             if hub.constants.HF_HUB_OFFLINE:
                 why = "HF_HUB_OFFLINE is set"
-            got, fix = f"{printable(why, longest=200)}\n{here}", self._by_hand()
+            got, fix = f"{printable(why, longest=200)}{here}", self._by_hand()
         return HubError(what, got=got, fix=fix)
 
     @property
@@ -212,15 +213,17 @@ class HubName:
         return f"datasets/{self.repo}" if self.is_dataset else self.repo
 
     def _by_hand(self) -> str:
-        folder, setting = self.repo.rpartition("/")[2], "model"
-        command = f"hf download {self.repo} --local-dir {folder}"
+        folder = self.repo.rpartition("/")[2]
+        options = f" --revision {self.revision}" if self.revision else ""
         if self.is_dataset:
-            setting, command = "data", f"{command} --repo-type dataset"
-        if self.revision:
-            command += f" --revision {self.revision}"
+            # A folder of it has all splits, and its card would be a text.
+            options += " --repo-type dataset"
+            bring = "bring its cache here: ~/.cache/huggingface, or what HF_HOME names"
+        else:
+            options += f" --local-dir {folder}"
+            bring = f"bring the folder here, and write model=./{folder}"
         return (
-            f"where there is a network, run: {command}\n"
-            f"bring the folder here, and write {setting}=./{folder}"
+            f"where there is a network, run: hf download {self.repo}{options}\n{bring}"
         )
 
 
