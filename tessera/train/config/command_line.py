@@ -220,7 +220,7 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
     if data_path is not None:
         config.data.path = data_path
     before = _unresolved(config)
-    errors += _override(config, settings_overrides, model)
+    errors += _override(config, settings_overrides)
     errors += commits.pin_settings(config)
     try:
         settings, output_dir = _values(config, model)
@@ -245,11 +245,10 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
         notes=(*model.notes, recipe.note(config), *tokenizer),
         published=model.published,
     )
-    # That model=<folder> names its weights is not said twice.
-    before["training.init_from"] = before["training.init_from"] or model.weights
     changed = [f"{group}={name}" for group, name in chosen.items()]
     for path, value in composed.flat.items():
-        if path not in before or before[path] != after[path]:
+        is_said = path == "data.path" and data_path is not None  # by data=<path>
+        if not is_said and (path not in before or before[path] != after[path]):
             changed.append(f"{path}={value}")
     return replace(composed, changed=tuple(changed))
 
@@ -267,8 +266,9 @@ def _with_recipe(
 ) -> tuple[DictConfig, Recipe]:
     """What the files make, and the recipe, which is named or chosen."""
     config = _compose_files(choices, config_dir, model)
+    _set_weights(config, overrides, model)
     run = deepcopy(config)
-    for _ in _override(run, overrides, model):
+    for _ in _override(run, overrides):
         pass  # the mistakes are found again
     recipe = Recipe(config.hydra.runtime.choices.get(RECIPE))
     if recipe.name is None and all(o.key_or_group != RECIPE for o in overrides):
@@ -277,19 +277,26 @@ def _with_recipe(
             chosen = {RECIPE: recipe.name}
             raise_all([*_unknown_files(chosen, _files(config_dir))])
             config = _compose_files({**choices, **chosen}, config_dir, model)
+            _set_weights(config, overrides, model)
     if recipe.name is not None:
         recipe = with_values(recipe, config, run)
     config.recipe = recipe.name
     return config, recipe
 
 
-def _override(
+def _set_weights(
     config: DictConfig, overrides: Sequence[Override], model: _Model
-) -> Iterator[TesseraError]:
-    """Change settings of a composed configuration."""
+) -> None:
+    """Begin with the weights of ``model=<folder>``, unless the run resumes another."""
     resumes = [o.value() for o in overrides if o.key_or_group == "training.resume"]
     if model.weights is not None and all(r in ("none", "auto") for r in resumes):
         config.training.init_from = model.weights
+
+
+def _override(
+    config: DictConfig, overrides: Sequence[Override]
+) -> Iterator[TesseraError]:
+    """Change settings of a composed configuration."""
     for override in overrides:
         yield from apply(override, config)
 

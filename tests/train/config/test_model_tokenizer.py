@@ -46,6 +46,19 @@ def test_the_tokenizer_is_that_of_the_weights(folder, monkeypatch):
     assert tokenizer(f"model={folder}", resumes, *TEXT) == str(folder)
 
 
+def test_a_model_names_its_weights_and_tokenizer_and_nobody_changed_them(folder):
+    model = f"model={folder}"
+    assert composed(model).changed == (model,)
+    resumes = "training.resume=outputs/mine"
+    assert composed(model, resumes).changed == (
+        *(model, "training.resume='outputs/mine'"),
+    )
+    from_nothing = "training.init_from=null"
+    assert composed(model, from_nothing, *TEXT).changed == (
+        *(model, "data=text", from_nothing, "data.path=books.txt"),
+    )
+
+
 def test_a_model_without_a_folder_reads_bytes(tmp_path):
     assert tokenizer() == "bytes"
     assert tokenizer(*TEXT) == "bytes"
