@@ -125,8 +125,10 @@ class Console:
           rows: What it is, and how much.
           detail: More lines, for the file only.
         """
-        width = self._rich.width if self._on_terminal else _WIDEST_TABLE
-        text = table(rows, min(width, _WIDEST_TABLE) - 2)
+        width = _WIDEST_TABLE
+        if self._on_terminal:  # some say that they have no columns
+            width = min(max(self._rich.width, 40), width)
+        text = table(rows, width - 2)
         self._show(title, text, detail and f"\n{detail}")
 
     def show_validation(
