@@ -241,6 +241,12 @@ def _by_name(
         return {}, layouts
     if isinstance(layouts, Mapping):
         return dict(layouts), None
+    if not isinstance(layouts, (tuple, list)):
+        raise SpecFormError(
+            f"{what} is one layout, a tuple of them by position, or a dict by name",
+            got=f"a {type(layouts).__name__}",
+            fix=f"put the tree of one argument into a tuple: {what}=(tree,)",
+        )
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     count = sum(kind not in (*_VARIADIC, Parameter.KEYWORD_ONLY) for kind in kinds)
     if Parameter.VAR_POSITIONAL in kinds:

@@ -26,6 +26,15 @@ class Scale:
     name: str
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """A tree of arrays."""
+
+    x: object
+    y: object
+
+
 def body(x, scale, *rest, key=0):
     assert isinstance(scale, Scale)
     return x * scale.factor + len(rest) + key
@@ -207,6 +216,14 @@ def test_there_is_one_layout_for_each_argument(dp_mesh, layouts):
     assert step(X, 2).sharding.spec == P("dp")  # a number has no layout
     with pytest.raises(SpecFormError, match="no layout for argument 'y'"):
         step(X, X)
+
+
+def test_a_tree_of_layouts_is_for_one_argument(dp_mesh):
+    layouts = TrainState(P("dp"), None)
+    step = ts.function(lambda state: state.x, mesh=dp_mesh, in_specs=(layouts,))
+    assert step(TrainState(X, X)).sharding.spec == P("dp")
+    with pytest.raises(SpecFormError, match=r"in_specs=\(tree,\)"):
+        ts.function(lambda state: state.x, mesh=dp_mesh, in_specs=layouts)
 
 
 def test_none_declares_no_layout(dp_mesh):

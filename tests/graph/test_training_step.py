@@ -17,6 +17,7 @@ from tessera.errors import (
     NoMeshError,
     ParameterTreeError,
     ShardDivisibilityError,
+    SpecFormError,
 )
 from tessera.graph.tracer import tracer
 from tessera.mesh import Mesh
@@ -432,3 +433,18 @@ def test_a_step_under_autocast_has_f32_parameters_and_gradients():
         lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), narrow, wide
     )
     assert 0 < max(jax.tree.leaves(errors)) < 0.1
+
+
+def test_options_hold_where_the_step_is_given_at_once(dp_mesh):
+    def total(x, table):
+        return jnp.sum(x) + jnp.sum(table)
+
+    for step in (
+        graph.training_step(total, mesh=dp_mesh, batch="x"),
+        graph.training_step(mesh=dp_mesh, batch="x")(total),
+        graph.training_step(total, mesh=dp_mesh, in_specs=(P("dp"), P())),
+    ):
+        inputs = step.trace(X, X).graph.inputs
+        assert [value.spec for value in inputs] == [P("dp"), P()]
+    with pytest.raises(SpecFormError, match="not one layout for each argument"):
+        graph.training_step(total, mesh=dp_mesh, in_specs=(P("dp"),))
