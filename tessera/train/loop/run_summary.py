@@ -18,6 +18,7 @@ from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
 from tessera.train.models.model import Model
 from tessera.train.runtime.compile_cache import make_compile_cache
+from tessera.train.runtime.devices import nearest_settings
 
 
 def start_rows(
@@ -162,6 +163,9 @@ def _place(mesh: Mesh) -> str:
     """Where a mesh is that is not here."""
     if mesh.target is not None:
         other = ", compiled for the CPU instead" if mesh.target.is_stand_in else ""
+        if idle := len(mesh.idle_device_ids):
+            shapes = nearest_settings(mesh.shape, mesh.target.num_devices)
+            other += f", {idle} devices idle: model.mesh_shape={shapes} takes all"
         return f", of target {mesh.target}{other}"
     return ", abstract" if mesh.is_abstract else ""
 

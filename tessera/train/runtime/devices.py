@@ -88,7 +88,7 @@ def prepare_devices(
         line = f"{number} {found.upper()} devices{processes} ({devices[0].device_kind})"
         if used == count or axes is None:
             return line
-        return f"{line}; model.mesh_shape={_shapes(axes, count)} takes all of them"
+        return f"{line}; model.mesh_shape={nearest_settings(axes, count)} takes all"
     if used == 1:
         return "one CPU device"
     return (
@@ -177,11 +177,22 @@ def _start_backend(platform: str) -> list[jax.Device]:
 
 def _other_mesh(axes: Mapping[str, int] | None, count: int) -> str:
     axes = axes or {"fsdp": -1}
-    return f"use model.mesh_shape={_shapes(axes, count)}; -1 takes what there is"
+    return (
+        f"use model.mesh_shape={nearest_settings(axes, count)}; -1 takes what there is"
+    )
 
 
-def _shapes(axes: Mapping[str, int], count: int) -> str:
-    """The nearest meshes of all devices, as the setting is written."""
+def nearest_settings(axes: Mapping[str, int], count: int) -> str:
+    """The nearest meshes of a number of devices, as ``model.mesh_shape`` is written.
+
+    Args:
+      axes: Names and sizes of the axes; -1 may become any.
+      count: The number of devices.
+
+    Example:
+      >>> nearest_settings({"fsdp": 3, "tp": 2}, 64)
+      '[[32,2],[fsdp,tp]] or [[8,8],[fsdp,tp]]'
+    """
     names = ",".join(axes)
     shapes = nearest_shapes(tuple(axes), tuple(axes.values()), count)
     return " or ".join(f"[[{','.join(map(str, s))}],[{names}]]" for s in shapes)

@@ -159,6 +159,15 @@ def test_one_device_sends_nothing():
 
 
 @pytest.mark.full
+def test_a_mesh_that_leaves_devices_of_its_target_idle_says_which_would_not():
+    rows = dict(run_rows(run_of((2, 1), ("fsdp", "tp"), Target.parse("cpu:4"))))
+    assert rows["mesh"] == (
+        "fsdp × tp mesh, 2 × 1, of target cpu:4, 2 devices idle: "
+        "model.mesh_shape=[[4,1],[fsdp,tp]] or [[2,2],[fsdp,tp]] takes all"
+    )
+
+
+@pytest.mark.full
 def test_memory_settings_are_shown_with_what_they_do():
     remat = {"global": "full"}
     run = run_of((2,), ("dp",), zero_stage=2, offload_optimizer=True, remat=remat)

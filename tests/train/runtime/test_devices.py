@@ -173,7 +173,7 @@ def test_accelerators_are_named_with_their_kind():
     assert prepare_devices(2, "gpu") == "2 of 4 GPU devices (NVIDIA H200)"
     assert prepare_devices(3, axes={"fsdp": 3, "tp": 1}) == (
         "3 of 4 GPU devices (NVIDIA H200); model.mesh_shape=[[4,1],[fsdp,tp]] or "
-        "[[2,2],[fsdp,tp]] takes all of them"
+        "[[2,2],[fsdp,tp]] takes all"
     )
 
 
