@@ -21,7 +21,8 @@ ROWS: Final = ("collective", "axes", "arrays", "calls", "bytes", "reason", "line
 _TO_DO: Final = {
     "result": "declare {spec} for {names} in out_specs, and in in_specs where it comes "
     "back",
-    "argument": "declare {spec} for {names} in in_specs: every device needs it whole",
+    "argument": "declare {spec} for {names} in in_specs, and in out_specs where it "
+    "comes back: every device needs it whole",
     "value": "constrain the value to a layout between the two first: x = "
     "jax.lax.with_sharding_constraint(x, NamedSharding(mesh.jax, {spec}))",
 }
