@@ -72,9 +72,11 @@ class Advisor:
         )
         gathered = node.instruction.attributes.get("dimensions", "").strip("{}")
         is_gather = row.kind == "all-gather" and gathered.isdecimal()
-        if not is_gather or len(row.arrays) != 1 or not is_whole_axis:
+        if not is_gather or not is_whole_axis:
             return None
         dim = int(gathered)
+        if len(row.arrays) > 1:  # combined: only of results the layouts are known
+            return self._of_result(node, row, dim)
         if row.copies_whole:
             return self._of_value(node, row, dim)
         return self._of_result(node, row, dim) or self._of_argument(node, row, dim)
@@ -83,10 +85,10 @@ class Advisor:
         if any(user.element != RESULT for user in self._reasons.users(node)):
             return None
         names, found = list[str](), set[PartitionSpec]()
-        for (name, spec), has_same_shape in self._results_of[node.names]:
-            axes = list(axes_of_dims(spec, len(row.arrays[0].dims)))
-            if not name or not has_same_shape:
+        for (name, spec), rank in self._results_of[node.names]:
+            if not name or not rank:
                 return None
+            axes = list(axes_of_dims(spec, rank))
             axes[dim] = (*axes[dim], *row.axes)
             names.append(name)
             found.add(spec_of_axes(axes))
@@ -131,16 +133,18 @@ class Advisor:
         return Advice("value", (), spec_of_axes(split), saved)
 
     @cached_property
-    def _results_of(self) -> Mapping[Names, list[tuple[NamedArray, bool]]]:
-        """The results that each value is, and whether they have its shape."""
-        found = defaultdict[Names, list[tuple[NamedArray, bool]]](list)
+    def _results_of(self) -> Mapping[Names, list[tuple[NamedArray, int]]]:
+        """The results that each value is, and their ranks; 0 for one reshaped."""
+        found = defaultdict[Names, list[tuple[NamedArray, int]]](list)
         for index, result in enumerate(self._results):
             element = index if self._root.instruction.is_tuple else None
             value = replace(self._root, element=element)
             origin, same = self._origin(value, SAME_ARRAY), self._origin(value)
             if origin is not None:
-                has_same_shape = same is not None and same.names == origin.names
-                found[origin.names].append((result, has_same_shape))
+                is_same = same is not None and same.names == origin.names
+                shapes = self._root.instruction.elements[index] if is_same else ()
+                rank = len(shapes[0].dims) if len(shapes) == 1 else 0
+                found[origin.names].append((result, rank))
         return found
 
     def _origin(

@@ -2,6 +2,7 @@
 """What avoids an unplanned collective: whoever follows it has a program without it."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
+from tessera.analysis.ledger import collectives
 
 # What was compiled elsewhere has the lines of elsewhere.
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -158,3 +160,36 @@ def test_an_argument_that_is_read_in_parts_too_stays_split(grid_mesh):
     out = (P(None, "tp"), P())
     found = ledger(body, grid_mesh, f32(64, 64), a=P(None, "tp"), out=out)
     assert [row.advice for row in found.unplanned] == [None]
+
+
+COMBINED = """HloModule step, num_partitions=8
+ENTRY main {
+  a = f32[64,8] parameter(0)
+  b = f32[64,8,8] parameter(1)
+  x = f32[16,8] dot(a, a)
+  y = f32[16,8,8] dot(b, b)
+  s = ((f32[16,8], f32[16,8,8]), (f32[64,8], f32[64,8,8])) all-gather-start(x, y),
+    replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(step)/dot"}
+  d = (f32[64,8], f32[64,8,8]) all-gather-done(s)
+  v = f32[64,8] get-tuple-element(d), index=0
+  w = f32[64,8,8] get-tuple-element(d), index=1
+  u = f32[64,8,8] transpose(w), dimensions={0,2,1}
+  ROOT r = (f32[64,8], f32[64,8,8]) tuple(v, OUT)
+}""".replace(",\n   ", ",")
+
+
+@pytest.mark.parametrize(("out", "names"), [("w", ("v", "w")), ("u", ())])
+def test_results_that_are_gathered_together_are_named_if_all_are_known(
+    grid_mesh, out, names
+):
+    whole = [NamedSharding(grid_mesh.jax, P())] * 2
+    program = SimpleNamespace(
+        as_text=lambda: COMBINED.replace("OUT", out),
+        input_shardings=whole,
+        output_shardings=whole,
+    )
+    (row,) = collectives(program, grid_mesh, names=(["a", "b"], ["v", "w"])).rows
+    assert len(row.arrays) == 2
+    assert not row.is_planned
+    assert (row.advice.names if row.advice else ()) == names
+    assert row.advice is None or row.advice.spec == P("tp")
