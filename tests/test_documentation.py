@@ -102,19 +102,10 @@ def test_the_cure_of_an_error_runs(page):
         run(text, page)
 
 
-# What they show is not yet what they print.
-SHOW_OTHERS = {"quickstart-jax", "inspect-and-profile"}
-
-
 def with_blocks(pages: list[Path]) -> list[Any]:
     """Pages with examples; those that are not read first only run in the full suite."""
-    wrong = pytest.mark.xfail(raises=AssertionError)
     return [
-        pytest.param(
-            page,
-            marks=[pytest.mark.full] * (page.stem not in FIRST_READ)
-            + [wrong] * (page.stem in SHOW_OTHERS),
-        )
+        pytest.param(page, marks=[] if page.stem in FIRST_READ else pytest.mark.full)
         for page in pages
         if python_blocks(page.read_text())
     ]

@@ -6,7 +6,8 @@ A page shows output in two ways; every other comment is a remark, and not compar
 - the comment behind a statement ``print(...)`` is all that the statement prints, each
   time that it runs;
 - a fence without a language that follows a block, with nothing between them, is all
-  that the block prints, and its warnings in the log.
+  that the block prints, and its warnings in the log. Lines are those of a file
+  ``train.py`` with the blocks of the page, one below the other.
 
 ``…`` stands for any text: what is left out, times, rates, and what else depends on the
 machine. Numbers are rounded to the digits that are shown. Spaces are not compared, and
@@ -26,6 +27,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import jax
+
 BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\s+^```\n(?P<shown>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
@@ -40,29 +43,27 @@ def python_blocks(text: str) -> list[str]:
 
 def run(text: str, page: Path, namespace: dict[str, Any]) -> None:
     """Run the blocks of a page or section in one namespace; compare their output."""
+    # A reader saves the blocks, one below the other, as ``train.py``.
+    name = str(Path.cwd() / "train.py")
     above = page.read_text().partition(text)[0].count("\n")
     for block in BLOCK.finditer(text):
-        before = above + text[: block.start("code")].count("\n")
-        # Tracebacks have the page's own lines.
-        code, name = "\n" * before + block["code"], f"{page} from line {before}"
-        # The page is not all Python: what is converted is found by this name.
-        linecache.cache[name] = (len(code), None, code.splitlines(True), name)
-        output = _output(code, name, namespace)
+        before = namespace.setdefault("__source__", "")
+        namespace["__source__"] = source = before + block["code"]
+        # Whose source is asked for, as that of control flow, is found by this name.
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        first = above + text[: block.start("code")].count("\n")
+        code = "\n" * before.count("\n") + block["code"]
+        try:
+            output = _output(code, name, namespace)
+        except Exception as error:
+            error.add_note(f"in the block at {page}:{first}")
+            raise
         for line, shown in _comments(code).items():
             printed = " ".join(output.lines[line].split())
-            assert agrees(shown, printed), f"{page}:{line}: {printed}"
+            assert agrees(shown, printed), f"{page}:{first}, {name}:{line}: {printed}"
         if block["shown"] is not None:
-            whole = _as_saved(output.getvalue(), page)
-            assert agrees(block["shown"], whole), f"{page}:{before}:\n{whole}"
-
-
-def _as_saved(text: str, page: Path) -> str:
-    """Output with the lines of a file ``train.py`` that a reader saves a block in."""
-    return re.sub(
-        rf"(?:\S+/)?{re.escape(page.name)} from line (\d+):(\d+)",
-        lambda site: f"train.py:{int(site[2]) - int(site[1])}",
-        text,
-    )
+            printed = output.getvalue()
+            assert agrees(block["shown"], printed), f"{page}:{first}:\n{printed}"
 
 
 class _Output(io.StringIO):
@@ -86,10 +87,15 @@ def _output(code: str, name: str, namespace: dict[str, Any]) -> _Output:
     warnings = logging.StreamHandler(output)
     warnings.setLevel(logging.WARNING)
     logging.getLogger().addHandler(warnings)
+    # A program that is found again has the lines of its source as they are now.
+    by_lines = "jax_compilation_cache_include_metadata_in_key"
+    found_by_lines = jax.config.values[by_lines]
+    jax.config.update(by_lines, True)
     try:
         with contextlib.redirect_stdout(output):
             exec(compile(code, name, "exec"), namespace)
     finally:
+        jax.config.update(by_lines, found_by_lines)
         logging.getLogger().removeHandler(warnings)
         sys.stdout.write(output.getvalue())
     return output

@@ -56,11 +56,12 @@ def test_a_page_that_shows_something_else(tmp_path, blocks):
         compare(page(tmp_path, *blocks))
 
 
-def test_lines_are_those_of_a_file_with_the_block_alone(tmp_path):
+def test_lines_are_those_of_a_file_with_the_blocks(tmp_path):
     code = """import inspect
 frame = inspect.currentframe()
 print(f"{frame.f_code.co_filename}:{frame.f_lineno}")"""
-    compare(page(tmp_path, python(code), output("…train.py:3")))
+    first, second = (output(f"…train.py:{line}") for line in (3, 6))
+    compare(page(tmp_path, python(code), first, python(code), second))
 
 
 @pytest.mark.parametrize(
