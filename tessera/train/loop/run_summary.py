@@ -117,7 +117,8 @@ def _optimizer(settings: Config, mesh: Mesh) -> str:
     rate = scaled_learning_rate(
         chosen.learning_rate, groups, chosen.scale_learning_rate
     )
-    warmup = f"{chosen.warmup_steps:,} steps of warm-up, then {chosen.schedule}"
+    steps = chosen.warmup(settings.training.steps)
+    warmup = f"{steps:,} steps of warm-up, then {chosen.schedule}"
     return f"{chosen.name}, learning rate {rate:g}: {warmup}"
 
 
