@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: which one a run has, and whose values win."""
 
+import re
 import shutil
 
 import pytest
@@ -17,6 +18,8 @@ from tessera.train.config.optimizer_config import (
     SgdConfig,
     unusual_rate,
 )
+from tessera.train.config.setting_conflicts import EXCLUDED, UNREAD
+from tessera.train.config.setting_fields import walk
 from tests.train.config.command_lines import CONFIGS_DIR, composed
 
 WEIGHTS = "training.init_from=weights.safetensors"
@@ -57,7 +60,8 @@ def test_the_log_says_which_recipe_and_why():
     assert note(WEIGHTS, "training.sequence_length=64") == (
         "recipe=finetune, because the run begins with weights.safetensors, sets "
         "training.micro_batch_size=2 training.mixed_precision=bf16 "
-        "optimizer.learning_rate=1e-05 optimizer.warmup_steps=0.03"
+        "training.sample_length=0 optimizer.learning_rate=1e-05 "
+        "optimizer.warmup_steps=0.03"
     )
     assert note("model.lora.rank=4").startswith(
         "recipe=lora, because model.lora.rank is set, sets model.lora.alpha=32.0 "
@@ -113,6 +117,15 @@ def test_each_optimizer_has_a_rate_of_its_own(recipe, name):
     assert unusual_rate(given, 1, trains_all=recipe != "lora") is None or (
         recipe == "pretrain"
     )
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "lora", "pretrain"])
+def test_no_value_of_a_recipe_excludes_what_a_user_writes(recipe):
+    """A message would be about a setting that he has not written."""
+    values = yaml.safe_load((CONFIGS_DIR / f"recipe/{recipe}.yaml").read_text())
+    refused = " ".join(rule.settings for rule in (*EXCLUDED, *UNREAD))
+    names = {*re.split(r"[\s=!|]+", refused)}
+    assert not {path for path, _ in walk(values)} & names
 
 
 @pytest.fixture
