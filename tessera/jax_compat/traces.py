@@ -79,7 +79,8 @@ def resolving_specs(
         yield
         return
     resources, setting = mesh_lib.thread_resources, config.mesh_context_manager
-    resources.stack.append(_MeshOfSpecs(mesh))
+    opened: Any = _MeshOfSpecs(mesh)
+    resources.stack.append(opened)
     resources.env = resources.stack[-1]
     before = setting.swap_local((key,))
     try:
