@@ -53,7 +53,8 @@ def optimizers() -> str:
 
 def recipes() -> str:
     """What each file of ``configs/recipe`` sets, in a column of its own."""
-    files = sorted((configs_dir() / "recipe").glob("*.yaml"))
+    every = sorted((configs_dir() / "recipe").glob("*.yaml"))
+    files = [file for file in every if yaml.safe_load(file.read_text())]
     columns: list[dict[str, str]] = []
     for file in files:
         column: dict[str, str] = {}

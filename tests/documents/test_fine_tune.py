@@ -41,7 +41,7 @@ def test_the_commands_of_the_guide_end_in_a_folder_to_share(tmp_path):
     assert done.returncode == 0, done.stderr
     for shown in ("fsdp mesh, 2", "step 20/20", "step 24/24", "my-adapters: "):
         assert shown in done.stdout
-    for recipe in ("recipe=lora, sets model.lora.rank=16 ", "recipe=finetune, sets "):
+    for recipe in ("recipe=lora; sets model.lora.rank=16 ", "recipe=finetune; sets "):
         assert recipe in done.stdout
     assert done.stdout.count("data.loss_on=answers") >= 4
     lora = validation_losses(tmp_path / "outputs/lora")

@@ -57,7 +57,7 @@ RUNS = {
     "adafactor": ("optimizer=adafactor",),
     "a constant rate": ("optimizer.schedule=constant",),
     "adapters": (
-        *("model.lora.rank=2", "recipe=null"),
+        *("model.lora.rank=2", "recipe=none"),
         "model.mesh_shape=[[2],[fsdp]]",
     ),
     "the standard library": (

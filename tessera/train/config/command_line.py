@@ -270,16 +270,15 @@ def _with_recipe(
     run = deepcopy(config)
     for _ in _override(run, overrides):
         pass  # the mistakes are found again
-    recipe = Recipe(config.hydra.runtime.choices.get(RECIPE))
-    if recipe.name is None and all(o.key_or_group != RECIPE for o in overrides):
+    recipe = Recipe(config.hydra.runtime.choices[RECIPE])
+    if recipe.name == "auto":
         recipe = choose_recipe(run)
-        if recipe.name is not None:
-            chosen = {RECIPE: recipe.name}
-            raise_all([*_unknown_files(chosen, _files(config_dir))])
+        chosen = {RECIPE: recipe.name}
+        raise_all([*_unknown_files(chosen, _files(config_dir))])
+        if recipe.name != "none":
             config = _compose_files({**choices, **chosen}, config_dir, model)
             _set_weights(config, overrides, model)
-    if recipe.name is not None:
-        recipe = with_values(recipe, config, run)
+    recipe = with_values(recipe, config, run)
     config.recipe = recipe.name
     return config, recipe
 

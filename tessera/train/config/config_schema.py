@@ -55,7 +55,7 @@ def schema(definition: ModelDefinition) -> DictConfig:
     # Hydra reads the file of a recipe into its node.
     groups["recipe"] = Any
     node = typed(make_dataclass("Schema", groups.items()))
-    node.recipe = None
+    node.recipe = "none"
     return node
 
 

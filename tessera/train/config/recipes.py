@@ -26,12 +26,12 @@ class Recipe:
     """Which recipe a run has.
 
     Attributes:
-      name: Of a file of ``configs/recipe``; None is no recipe.
+      name: Of a file of ``configs/recipe``.
       reason: Why, as a clause; "" where the command line or ``config.yaml`` names it.
       values: What it sets, by dotted path.
     """
 
-    name: str | None
+    name: str
     reason: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,16 +48,15 @@ class Recipe:
           run: The configuration of the run.
         """
         reason = self.reason and f", {self.reason}"
-        if self.name is None:
-            return f"no recipe{reason}"
         final = dict(walk(OmegaConf.to_container(run, resolve=True)))
         values = walk(dict(self.values))
         used = [f"{path}={as_yaml(v)}" for path, v in values if final[path] == v]
-        return f"recipe={self.name}{reason}, sets {' '.join(used) or 'nothing'}"
+        text = f"recipe={self.name}{reason}"
+        return f"{text}; sets {' '.join(used)}" if used else text
 
 
 def choose_recipe(run: DictConfig) -> Recipe:
-    """The recipe of a run whose command line names none.
+    """The recipe of a run with ``recipe=auto``.
 
     That of the run that it resumes, so that nothing changes there; else by what it
     begins with.
@@ -73,8 +72,8 @@ def choose_recipe(run: DictConfig) -> Recipe:
         folder, settings = recorded
         # Without a checkpoint, auto begins anew.
         if resume != "auto" or any((folder / CHECKPOINTS).glob("[0-9]*")):
-            name = settings.get("recipe")
-            return Recipe(name and str(name), f"as the run in {folder}")
+            name = str(settings.get("recipe", "none"))
+            return Recipe(name, f"as the run in {folder}")
     lora = values["model"].get("lora")
     if isinstance(lora, Mapping) and lora.get("rank"):
         return Recipe("lora", "because model.lora.rank is set")
@@ -83,7 +82,7 @@ def choose_recipe(run: DictConfig) -> Recipe:
             "finetune", f"because the run begins with {training['init_from']}"
         )
     reason = "because the run begins with random weights"
-    return Recipe(None, f"{reason}; recipe=pretrain has values for larger models")
+    return Recipe("none", f"{reason}; recipe=pretrain has values for larger models")
 
 
 def with_values(recipe: Recipe, files: DictConfig, run: DictConfig) -> Recipe:
@@ -99,9 +98,9 @@ def with_values(recipe: Recipe, files: DictConfig, run: DictConfig) -> Recipe:
       run: The same with the overrides.
     """
     values: Any = OmegaConf.to_container(run, resolve=False)
-    given: Any = OmegaConf.to_container(files.recipe, resolve=False)
+    given: Any = OmegaConf.to_container(files, resolve=False)
     found: dict[str, Any] = {}
-    for path, value in walk(given or {}):
+    for path, value in walk(given["recipe"] or {}):
         group, _, last = path.rpartition(".")
         if group == _RATE:
             if last != values["optimizer"]["name"]:

@@ -324,7 +324,7 @@ class Config:
       optimizer: See ``OptimizerConfig`` and its subclasses.
       runtime: See ``RuntimeConfig``.
       recipe: Whose values the settings have that neither the command line nor another
-        file gives; null is none.
+        file gives.
     """
 
     name: str = field(
@@ -340,10 +340,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    recipe: str | None = setting(
-        None,
-        test=lambda name: name is None or isinstance(name, str),
-        legal="the name of a file",
+    recipe: str = setting(
+        "none", test=lambda name: isinstance(name, str), legal="the name of a file"
     )
 
     @property

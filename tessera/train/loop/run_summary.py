@@ -139,7 +139,7 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
     return [
         ("mesh", f"{mesh.topology}{_place(mesh)}"),
         ("model", settings.model.name),
-        *((("recipe", settings.recipe),) if settings.recipe else ()),
+        ("recipe", settings.recipe),
         ("parameters", _parameters(run.model)),
         *(("layout", note) for note in run.layout_notes()),
         (

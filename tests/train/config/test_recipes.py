@@ -43,30 +43,30 @@ def note(*overrides):
 
 @pytest.mark.slow(reason="it composes a dozen configurations")
 def test_a_run_has_the_recipe_of_what_it_begins_with():
-    assert settings().recipe is None
+    assert settings().recipe == "none"
     assert settings(WEIGHTS).recipe == "finetune"
     assert settings(WEIGHTS, "model.lora.rank=4").recipe == "lora"
     assert settings(WEIGHTS, "model={lora: {rank: 4}}").recipe == "lora"
     assert settings(WEIGHTS, "recipe=lora").model.config.lora.rank == 16
-    without = settings(WEIGHTS, "recipe=null")
-    assert (without.recipe, without.optimizer) == (None, AdamWConfig())
+    without = settings(WEIGHTS, "recipe=none")
+    assert (without.recipe, without.optimizer) == ("none", AdamWConfig())
 
 
 def test_the_log_says_which_recipe_and_why():
     assert note() == (
-        "no recipe, because the run begins with random weights; recipe=pretrain has "
+        "recipe=none, because the run begins with random weights; recipe=pretrain has "
         "values for larger models"
     )
     assert note(WEIGHTS, "training.sequence_length=64") == (
-        "recipe=finetune, because the run begins with weights.safetensors, sets "
+        "recipe=finetune, because the run begins with weights.safetensors; sets "
         "training.micro_batch_size=2 training.mixed_precision=bf16 "
         "training.sample_length=0 optimizer.learning_rate=1e-05 "
         "optimizer.warmup_steps=0.03"
     )
     assert note("model.lora.rank=4").startswith(
-        "recipe=lora, because model.lora.rank is set, sets model.lora.alpha=32.0 "
+        "recipe=lora, because model.lora.rank is set; sets model.lora.alpha=32.0 "
     )
-    assert note("recipe=pretrain").startswith("recipe=pretrain, sets training.")
+    assert note("recipe=pretrain").startswith("recipe=pretrain; sets training.")
 
 
 def test_a_file_that_does_not_exist():
@@ -211,11 +211,11 @@ def test_a_run_that_resumes_keeps_its_recipe(folder):
 
 
 def test_a_run_from_before_there_were_recipes_keeps_its_values(folder):
-    before = yaml.safe_load(composed("model.lora.rank=4", "recipe=null").text)
+    before = yaml.safe_load(composed("model.lora.rank=4", "recipe=none").text)
     del before["recipe"]
     run = folder(text=yaml.dump(before))
     given = settings(f"training.resume={run}", "model.lora.rank=4", *CHATS)
-    assert (given.recipe, given.model.config.lora.alpha) == (None, None)
+    assert (given.recipe, given.model.config.lora.alpha) == ("none", None)
     assert (given.optimizer, given.data.loss_on) == (AdamWConfig(), "all")
 
 
@@ -227,7 +227,7 @@ def test_a_run_that_has_no_checkpoint_begins_anew(folder):
 
 
 def test_a_recipe_that_is_gone(folder):
-    run = folder(text=composed().text.replace("recipe: null", "recipe: ../mine"))
+    run = folder(text=composed().text.replace("recipe: none", "recipe: ../mine"))
     with pytest.raises(TesseraError, match=r"there is no recipe '\.\./mine'"):
         composed(f"training.resume={run}")
 

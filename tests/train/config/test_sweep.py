@@ -102,3 +102,11 @@ def test_a_launcher_s_process_starts_no_sweep(started, monkeypatch, capsys):
     assert read_command_line(CONFIGS_DIR, ["-m", "training.seed=1,2"]) == 2
     assert capsys.readouterr().err.startswith("[T507] a sweep starts its runs itself")
     assert started == []
+
+
+@pytest.mark.full
+def test_a_sweep_may_be_over_recipes(started):
+    assert read_command_line(CONFIGS_DIR, ["-m", "recipe=finetune,lora,none"]) == 0
+    assert [run[0] for run in started] == [
+        f"recipe={name}" for name in ("finetune", "lora", "none")
+    ]

@@ -76,7 +76,7 @@ OF_WEIGHTS = "float8_e4m3fn float8_e5m2 -> float32"
     [
         pytest.param((), id="one_device"),
         pytest.param(
-            ("model.lora.rank=2", "recipe=null"), id="lora", marks=pytest.mark.full
+            ("model.lora.rank=2", "recipe=none"), id="lora", marks=pytest.mark.full
         ),
         pytest.param(
             ("training.gradient_accumulation_steps=2", "model.mesh_shape=[[2],[pp]]"),

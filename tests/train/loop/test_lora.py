@@ -51,7 +51,7 @@ SMALL = (
         "training.report=false",
     ),
     *("optimizer=sgd", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0"),
-    *("model.lora.rank=2", "model.lora.alpha=6", "recipe=null"),
+    *("model.lora.rank=2", "model.lora.alpha=6", "recipe=none"),
 )
 MESHES = {
     "one device": ("training.micro_batch_size=8",),

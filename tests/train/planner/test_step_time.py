@@ -23,7 +23,7 @@ from tessera.train.planner.workload import workload
 
 WORDS = (
     *("data=synthetic", "training.sequence_length=64", "training.loss_chunk=none"),
-    "recipe=null",
+    "recipe=none",
 )
 FULL = Layout((("fsdp", 8),), 2, 1, remat="full")
 LARGE = Layout((("fsdp", 8),), 16, 1)
