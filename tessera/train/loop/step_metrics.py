@@ -118,12 +118,15 @@ class StepMetrics:
         self._writer.write(step, numbers)
         progress.advance(step)
         if is_logged:
+            # A run that waits for its data should be seen to.
+            waits = numbers["data_wait_fraction"] >= 0.1
+            shown = (*_SHOWN, "data_wait_fraction") if waits else _SHOWN
             progress.update(
                 step,
                 loss=numbers["loss"],
                 tokens_per_second=numbers["tokens_per_second"],
-                others={name: numbers[name] for name in _SHOWN if name in numbers},
-                details={name: numbers[name] for name in _LOGGED},
+                others={name: numbers[name] for name in shown if name in numbers},
+                details={name: numbers[name] for name in _LOGGED if name not in shown},
             )
 
     def _mfu(self, seconds: float) -> float | None:
