@@ -127,7 +127,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
     before = Options(name=name) if inner is None else inner.options
     declared = JitOptions.of(
         signature_of(body),
-        in_specs=by_either_name("in", in_specs or None, in_shardings),
+        in_specs=by_either_name("in", in_specs, in_shardings),
         out_specs=by_either_name("out", out_specs, out_shardings),
         static=(static_argnums, static_argnames),
         donated=(donate_argnums, [*listed(donate_argnames), *listed(donate)]),

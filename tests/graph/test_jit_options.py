@@ -12,7 +12,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.errors import ArgumentError, SettingConflictError, SpecFormError
+from tessera.errors import (
+    ArgumentError,
+    LayoutMismatchError,
+    SettingConflictError,
+    SpecFormError,
+)
 
 X = jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)
 
@@ -224,6 +229,14 @@ def test_a_tree_of_layouts_is_for_one_argument(dp_mesh):
     assert step(TrainState(X, X)).sharding.spec == P("dp")
     with pytest.raises(SpecFormError, match=r"in_specs=\(tree,\)"):
         ts.function(lambda state: state.x, mesh=dp_mesh, in_specs=layouts)
+
+
+def test_the_empty_spec_declares_replicas(dp_mesh):
+    split = jax.device_put(X, NamedSharding(dp_mesh.jax, P("dp")))
+    for declared in ({"in_specs": P()}, {"in_specs": (P(),)}, {"in_shardings": P()}):
+        step = ts.function(lambda x: x, mesh=dp_mesh, **declared)
+        with pytest.raises(LayoutMismatchError, match="not laid out as declared"):
+            step(split)
 
 
 def test_none_declares_no_layout(dp_mesh):
