@@ -20,7 +20,7 @@ NOT_INSTALLED = "Transformers is not installed"
 # Stored with their outputs, as the build of the documentation runs them no more.
 WITH_OUTPUTS = {"fine-tune"}
 SHOWN = {
-    "fine-tune": ("validation loss, before: 6.48", "The opposite of cold is hot."),
+    "fine-tune": ("step   0  validation 6.48", "The opposite of cold is hot."),
     "one-to-eight-devices": (
         "devices 0, 4 hold the same block",  # inspect
         *("--- before differentiate_losses", '[{"dp"}, {"tp"}]'),  # trace
