@@ -24,6 +24,7 @@ DRAWN = {
     *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
     *("activation", "scale_embedding", "tied_head", "logit_soft_cap", "lora"),
     *("attention_soft_cap", "pre_norms", "qk_norm_joint"),
+    *("attention_sinks", "expert_biases"),
 }
 SAME = {
     *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
@@ -50,11 +51,11 @@ def drawn_config(draw: Random) -> DecoderConfig:
         "rope_scale_global": draw.choice([1.0, 8.0]),
     }
     switches = "norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"
-    for name in (*switches, "scale_embedding", "tied_head"):
+    for name in (*switches, "scale_embedding", "tied_head", "attention_sinks"):
         config[name] = draw.random() < 0.5
     config["pre_norms"] = not config["post_norms"] or draw.random() < 0.5
     config["qk_norm_joint"] = config["qk_norm"] and draw.random() < 0.5
-    config["activation"] = draw.choice(["gelu_tanh", "silu"])
+    config["activation"] = draw.choice(["gelu_tanh", "silu", "clamped_swiglu"])
     config["logit_soft_cap"] = draw.choice([None, 2.0])
     config["attention_soft_cap"] = draw.choice([None, 1.0])
     if draw.random() < 0.2:
@@ -68,6 +69,7 @@ def drawn_config(draw: Random) -> DecoderConfig:
         config |= {"rope_original_length": 8, "rope_scale_local": 4.0}
     if draw.random() < 0.3:
         config |= {"renormalize_experts": draw.random() < 0.5}
+        config |= {"expert_biases": draw.random() < 0.5}
         config |= {"num_experts": 3, "experts_per_token": draw.randint(1, 3)}
     if draw.random() < 0.3:
         # No projection of these sizes is narrower than two.

@@ -100,6 +100,8 @@ OTHERS = {
     "model.activation": ("silu",),
     "model.scale_embedding": ("false",),
     "model.tied_head": ("false",),
+    "model.attention_sinks": ("true",),
+    "model.expert_biases": ("true",),
     "model.attention_soft_cap": ("0.1",),
     "model.logit_soft_cap": ("2",),
     "model.renormalize_experts": ("false",),

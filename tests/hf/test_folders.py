@@ -97,6 +97,21 @@ OLMO2 = dataclasses.replace(
     output_bias=True,
 )
 OLMO3 = dataclasses.replace(OLMO2, window=7, global_every=3, rope_base_local=200.0)
+GPT_OSS = dataclasses.replace(
+    LLAMA3,
+    window=7,
+    global_every=2,
+    rope_base_local=1000.0,
+    rope_scale_local=4.0,
+    rope_kind="yarn",
+    rope_truncate=False,
+    qkv_bias=True,
+    output_bias=True,
+    activation="clamped_swiglu",
+    attention_sinks=True,
+    num_experts=6,
+    expert_biases=True,
+)
 # Of layers with a window, too.
 SCALED = {"rope_base_local": 1000.0, "rope_scale_local": 4.0}
 CONFIGS = {
@@ -136,6 +151,7 @@ CONFIGS = {
     "phi3": ("Phi3ForCausalLM", PHI3),
     "olmo2": ("Olmo2ForCausalLM", OLMO2),
     "olmo3": ("Olmo3ForCausalLM", OLMO3),
+    "gpt_oss": ("GptOssForCausalLM", GPT_OSS),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
     "qwen2_windows": (
         "Qwen2ForCausalLM",
@@ -288,7 +304,7 @@ def test_folders_that_transformers_writes_are_read(name, values, dtype, tmp_path
 ADAPTED = ("gemma3", "llama3", "qwen3", "qwen2")
 
 
-@pytest.mark.parametrize("name", [*ADAPTED, "qwen3_moe"])
+@pytest.mark.parametrize("name", [*ADAPTED, "qwen3_moe", "gpt_oss"])
 def test_peft_adds_adapters_as_tessera_does(name: str, tmp_path: Path):
     """Base and adapters in PEFT, the merged folder, and Tessera: equal logits."""
     targets = None if name in ADAPTED else ("q_proj", "o_proj")
@@ -356,7 +372,7 @@ def train_on_text(tmp_path: Path, *more: str) -> None:
 
 
 FAMILIES = ("gemma3", "gemma2", "llama3", "mistral", "qwen3", "qwen3_moe", "qwen2")
-FAMILIES += ("olmo2",)
+FAMILIES += ("olmo2", "gpt_oss")
 
 
 @pytest.mark.parametrize(

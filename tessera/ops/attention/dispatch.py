@@ -54,6 +54,7 @@ class Operands(NamedTuple):
       v: ``[B, G, T, D]``.
       segments: int32 ``[B, S]``, or None where a sequence is one segment.
       window: int32 scalar that replaces ``Options.window``, or None.
+      sinks: ``[H]``, a score of each head beside those of its keys, or None.
     """
 
     q: Array
@@ -61,6 +62,7 @@ class Operands(NamedTuple):
     v: Array
     segments: Array | None = None
     window: Array | None = None
+    sinks: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def unsupported_reason(
             return f"{name} runs on {devices}, and this call on {device.platform}"
     if operands.window is not None and name != "xla":
         return f"{name} has to know the window before the call runs"
+    if operands.sinks is not None and name != "xla":
+        return f"{name} has no sinks"
     return _module(name).unsupported_reason(operands, options, device)
 
 

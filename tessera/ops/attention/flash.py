@@ -44,6 +44,7 @@ def flash_attention(  # noqa: PLR0913
     window: Any = None,
     soft_cap: float | None = None,
     segment_ids: Any = None,
+    sinks: Any = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention, with memory linear in the length of the sequence.
@@ -66,6 +67,8 @@ def flash_attention(  # noqa: PLR0913
       soft_cap: Scores s become ``soft_cap * tanh(s / soft_cap)``; None leaves them.
       segment_ids: A query attends to the keys of its own segment: integers ``[B, S]``,
         where S is T.
+      sinks: A score of each head beside those of its keys, ``[H]``: it takes a share of
+        the softmax and has no value. None is none.
       implementation: ``cudnn``, ``splash`` or ``xla``; None is the first of these that
         supports this call on this device.
 
@@ -91,7 +94,8 @@ def flash_attention(  # noqa: PLR0913
     width, dynamic_width = _static_or_dynamic(window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(causal, scale, width, soft_cap)
-    operands = Operands(*varying_alike(q, k, v, segments, dynamic_width))
+    sinks = None if sinks is None else _checked_sinks(q, sinks)
+    operands = Operands(*varying_alike(q, k, v, segments, dynamic_width, sinks))
     if narrow := wire_of(q.dtype):
         # No pass can change the matmuls inside of a kernel.
         def cast(x: Array) -> Array:
@@ -148,6 +152,17 @@ def _segments(q: Array, k: Array, segment_ids: Any) -> Array | None:
             fix="use jax.nn.dot_product_attention with a mask",
         )
     return ids.astype(jnp.int32)
+
+
+def _checked_sinks(q: Array, sinks: Any) -> Array:
+    sinks = as_array(sinks)
+    if sinks.shape != q.shape[1:2] or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise OperandError(
+            "flash_attention takes one sink for each head",
+            got=f"sinks {sinks.dtype.name}{list(sinks.shape)}",
+            fix=f"pass floating-point numbers of shape {q.shape[1:2]}",
+        )
+    return sinks
 
 
 def _check_operands(q: Array, k: Array, v: Array) -> None:

@@ -23,6 +23,7 @@ from tessera.ops.attention.blockwise import (
     attend_blocks,
     block_gradients,
     delta_of,
+    sum_dtype,
 )
 from tessera.ops.attention.context_parallel_variants import NO_WINDOW
 from tessera.ops.attention.dispatch import Device, Operands, Options
@@ -53,6 +54,10 @@ def attend(operands: Operands, options: Options) -> Array:
 def _forward(operands: Operands, options: Options) -> Any:
     call = _BlockedCall.of(operands, options)
     out, lse = attend_blocks(call.queries, call.keys, call.mask)
+    if operands.sinks is not None:
+        sinks = _sink_blocks(call, operands, operands.sinks)
+        out = out * jax.nn.sigmoid(lse - sinks)[..., None]
+        lse = jnp.logaddexp(lse, sinks)
     out = call.rows.unblocks(out).astype(operands.q.dtype)
     out = checkpoint_name(out, ATTENTION_RESIDUALS)
     lse = checkpoint_name(lse, ATTENTION_RESIDUALS)
@@ -67,16 +72,30 @@ def _backward(options: Options, residuals: Any, dout: Array) -> Any:
     outputs = OutputGradients(rows.blocks(dout, groups), lse, delta)
     dq, dk, dv = block_gradients(call.queries, outputs, call.keys, call.mask)
     q, k, v = operands[:3]
+    dsinks = None
+    if operands.sinks is not None:  # a weight like any other, of the value zero
+        weights = jnp.exp(_sink_blocks(call, operands, operands.sinks) - lse)
+        shares = rows.unblocks((weights * delta)[..., None])
+        dsinks = -shares.sum(axis=(0, 2, 3)).astype(operands.sinks.dtype)
     return (
         Operands(
             rows.unblocks(dq).astype(q.dtype),
             columns.unblocks(dk).astype(k.dtype),
             columns.unblocks(dv).astype(v.dtype),
+            sinks=dsinks,
         ),
     )
 
 
 attend.defvjp(_forward, _backward)
+
+
+def _sink_blocks(call: "_BlockedCall", operands: Operands, sinks_H: Array) -> Array:
+    """The sink of each query, f32 ``[N, B, G, X]``."""
+    q, k = operands[:2]
+    sinks = sinks_H.astype(sum_dtype(q))[None, :, None, None]
+    each = jnp.broadcast_to(sinks, (*q.shape[:3], 1))
+    return call.rows.blocks(each, k.shape[1])[..., 0]
 
 
 class _BlockedCall(NamedTuple):

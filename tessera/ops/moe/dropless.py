@@ -135,7 +135,7 @@ class _Experts(NamedTuple):
         sizes_E = counts.astype(jnp.int32)
         if scope.device().platform == "gpu":
             of_rows = partial(batched, activation=self.activation)
-            weights = self.weights._replace(router=None)
+            weights = self.weights._replace(router=None, router_bias=None)
             return in_blocks(of_rows, self.share, rows_RD, order_R, sizes_E, weights)
         sorted_RD = _permuted(rows_RD, order_R)
         out_RD = grouped(sorted_RD, sizes_E, self.weights, self.activation)

@@ -23,12 +23,20 @@ class Weights(NamedTuple):
       gate: ``[E, D, F]``.
       up: ``[E, D, F]``.
       down: ``[E, F, D]``.
+      router_bias: ``[E]``; None, as the others, if experts have no biases.
+      gate_bias: ``[E, F]``.
+      up_bias: ``[E, F]``.
+      down_bias: ``[E, D]``.
     """
 
     router: Any
     gate: Any
     up: Any
     down: Any
+    router_bias: Any = None
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
 
 
 def grouped(rows_RD: Array, sizes_E: Array, weights: Weights, activation: str) -> Array:
@@ -47,19 +55,39 @@ def grouped(rows_RD: Array, sizes_E: Array, weights: Weights, activation: str) -
     Source: MegaBlocks, arXiv 2211.15841; GeGLU, arXiv 2002.05202.
     """
     matmul = partial(lax.ragged_dot, group_sizes=sizes_E)
-    return _gated_mlp(rows_RD, weights, matmul, activation)
+
+    def of_rows(bias_EF: Array) -> Array:
+        # Rows after the last group have none: their gradients are undefined, too.
+        rest = jnp.append(sizes_E, len(rows_RD) - sizes_E.sum())
+        padded = jnp.pad(bias_EF, ((0, 1), (0, 0)))
+        return jnp.repeat(padded, rest, axis=0, total_repeat_length=len(rows_RD))
+
+    return _gated_mlp(rows_RD, weights, matmul, of_rows, activation)
 
 
 def batched(rows_ECD: Array, weights: Weights, activation: str) -> Array:
     """Each expert on the same number of rows: ``[E, C, D]`` to ``[E, C, D]``."""
-    return _gated_mlp(rows_ECD, weights, jnp.matmul, activation)
+
+    def of_rows(bias_EF: Array) -> Array:
+        return bias_EF[:, None]
+
+    return _gated_mlp(rows_ECD, weights, jnp.matmul, of_rows, activation)
 
 
 def _gated_mlp(
-    rows: Array, weights: Weights, matmul: Callable[..., Array], activation: str
+    rows: Array,
+    weights: Weights,
+    matmul: Callable[..., Array],
+    of_rows: Callable[[Array], Array],
+    activation: str,
 ) -> Array:
-    gate, up = matmul(rows, weights.gate), matmul(rows, weights.up)
-    return matmul(GATES[activation](gate) * up, weights.down)
+    def project(rows: Array, kernel: Array, bias: Array | None) -> Array:
+        out = matmul(rows, kernel)
+        return out if bias is None else out + of_rows(bias).astype(out.dtype)
+
+    gate = project(rows, weights.gate, weights.gate_bias)
+    up = project(rows, weights.up, weights.up_bias)
+    return project(GATES[activation](gate, up), weights.down, weights.down_bias)
 
 
 def all_to_all(buffer: Array, axes: tuple[str, ...], *, reverse: bool = False) -> Array:

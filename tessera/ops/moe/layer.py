@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
@@ -69,7 +70,9 @@ class ExpertLayout:
             axes or None for axes in (self.experts, self.embed, self.hidden)
         )
         columns = P(experts, embed, hidden)
-        return Weights(P(), columns, columns, P(experts, hidden, embed))
+        down, bias = P(experts, hidden, embed), P(experts, hidden)
+        biases = P(), bias, bias, P(experts)
+        return Weights(P(), columns, columns, down, *biases)
 
 
 def expert_layer(
@@ -85,9 +88,8 @@ def expert_layer(
 
     Args:
       x_BSD: Global ``[B, S, D]``; per device B and S divided by their axes.
-      weights: Global ``[D, E]``, ``[E, D, F]`` twice and ``[E, F, D]``. Those of
-        experts are cast to the dtype of ``x`` before they are gathered, and their
-        gradients are added up over devices in their own.
+      weights: Global. The matrices of experts are cast to the dtype of ``x`` before
+        they are gathered, and their gradients are added up over devices in their own.
       options: For the router.
       layout: How all of these are sharded. The axes must divide the dims.
 
@@ -113,7 +115,12 @@ def _on_device(
 ) -> tuple[Array, RouterStatistics]:
     """The layer on one device: its tokens, its experts."""
     weights = _gathered(weights, layout.embed, x_BSD.dtype)
-    routes = route(x_BSD, weights.router, options)
+    if layout.hidden and weights.down_bias is not None:
+        # Once, and not by each device of the sum.
+        is_first = lax.axis_index(layout.hidden) == 0
+        once = jnp.where(is_first, weights.down_bias, 0)
+        weights = weights._replace(down_bias=once)
+    routes = route(x_BSD, weights.router, options, weights.router_bias)
     x_TD, flat = jax.tree.map(_merge_sequences, (x_BSD, routes))
     out = dropless(x_TD, flat, weights, options, layout.experts).reshape(x_BSD.shape)
     if layout.hidden:

@@ -81,7 +81,7 @@ def moe(
         spec = ShardSpec((0,), (layout.batch or None,))
         spec.resolve(x.shape, mesh, what="the batch of op.moe")
     declared = _declare(size, experts, hidden, layout)
-    weights = Weights(declared.router, *(w.astype(x.dtype) for w in declared[1:]))
+    weights = Weights(declared.router, *(w.astype(x.dtype) for w in declared[1:4]))
     options = RoutingOptions(
         top_k=top_k, renormalize=renormalize, buffer_factor=buffer_factor
     )
@@ -145,7 +145,7 @@ def _declare(size: int, experts: int, hidden: int, layout: ExpertLayout) -> Weig
                     layout=ShardSpec(tuple(range(len(spec))), tuple(spec)),
                 )
                 for name, shape, spec in zip(
-                    Weights._fields, shapes, layout.weights, strict=True
+                    Weights._fields[:4], shapes[:4], layout.weights[:4], strict=True
                 )
             )
         )

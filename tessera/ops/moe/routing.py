@@ -57,17 +57,22 @@ class Routes(NamedTuple):
     probabilities: Array
 
 
-def route(x: Array, router_DE: Array, options: RoutingOptions) -> Routes:
+def route(
+    x: Array, router_DE: Array, options: RoutingOptions, bias_E: Array | None = None
+) -> Routes:
     """Score the experts for every token and choose the best, in f32.
 
     Args:
       x: ``[..., D]``.
       router_DE: ``[D, E]``.
       options: For ``top_k`` and ``renormalize``.
+      bias_E: Added to the scores, ``[E]``.
     """
     with jax.named_scope("router"), casts.autocast("f32"):
         wide = x.astype(jnp.float32)
         logits = jnp.matmul(wide, router_DE.astype(jnp.float32))
+        if bias_E is not None:
+            logits = logits + bias_E.astype(jnp.float32)
         probabilities = jax.nn.softmax(logits, axis=-1)
         weights, experts = jax.lax.top_k(probabilities, options.top_k)
         if options.renormalize:

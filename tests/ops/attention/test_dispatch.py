@@ -198,3 +198,9 @@ def test_on_a_cpu_it_imports_no_kernel_language():
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_no_kernel_leaves_out_the_sinks():
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert fastest(operands(), CAUSAL, HOPPER) == "cudnn"
+    assert fastest(operands(sinks=sinks), CAUSAL, HOPPER) == "xla"

@@ -13,7 +13,7 @@ from tessera.errors import OperandError
 from tessera.ops.attention import tiling
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.ops.attention.flash import flash_attention
-from tests.ops.attention.exact import exact
+from tests.ops.attention.exact import exact, visible
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -255,3 +255,51 @@ def test_operands_of_different_dtypes_are_an_error_that_names_them():
         "  fix: cast them to one dtype first\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T401.html"
     )
+
+
+@pytest.mark.slow(reason="it compiles a backward pass of its own")
+@pytest.mark.parametrize(
+    "name",
+    ["everything", pytest.param("both ways in segments", marks=pytest.mark.full)],
+)
+def test_a_sink_takes_a_share_of_the_softmax_and_has_no_value(name):
+    """As a further key of zeros would, whose score is given; with all gradients."""
+    settings, (q, k, v) = SETTINGS[name], drawn()
+    rng = np.random.default_rng(2)
+    sinks = rng.normal(size=q.shape[1]).astype("f4")
+    cotangent = rng.normal(size=q.shape).astype("f4")
+    operands = Operands(q, k, v, segments=settings.get("segment_ids"))
+    scale = settings.get("scale", q.shape[-1] ** -0.5)
+    options = Options(
+        settings.get("causal", False),
+        scale,
+        settings.get("window"),
+        settings.get("soft_cap"),
+    )
+
+    def ours(q, k, v, sinks):
+        return (flash_attention(q, k, v, sinks=sinks, **settings) * cotangent).sum()
+
+    def written_out(q, k, v, sinks):
+        scores = jnp.einsum("bhsd,bhtd->bhst", q, k.repeat(q.shape[1] // k.shape[1], 1))
+        scores = scores * scale
+        if options.soft_cap is not None:
+            scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+        scores = jnp.where(visible(operands, options)[:, None], scores, -jnp.inf)
+        sink = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1), -1)[..., :-1]
+        out = weights @ v.repeat(q.shape[1] // v.shape[1], 1)
+        return (out * cotangent).sum()
+
+    arguments = q, k, v, sinks
+    found = jax.value_and_grad(ours, (0, 1, 2, 3))(*arguments)
+    expected = jax.value_and_grad(written_out, (0, 1, 2, 3))(*arguments)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5)
+
+
+@pytest.mark.parametrize("sinks", [np.ones(5, "f4"), np.ones((2, 4), "f4"), [1, 2]])
+def test_sinks_are_one_number_for_each_head(sinks):
+    q, k, v = drawn()
+    with pytest.raises(OperandError, match="one sink for each head"):
+        flash_attention(q, k, v, sinks=sinks)

@@ -20,7 +20,7 @@ def reference(x: Array, weights: Weights, options: RoutingOptions) -> Array:
     for expert in range(weights.router.shape[-1]):
         chosen = jnp.where(routes.experts == expert, routes.weights, 0.0)
         weight = chosen.sum(axis=-1, keepdims=True)
-        gate = GATES[options.activation](x @ weights.gate[expert])
-        expert_out = (gate * (x @ weights.up[expert])) @ weights.down[expert]
+        gate, up = x @ weights.gate[expert], x @ weights.up[expert]
+        expert_out = GATES[options.activation](gate, up) @ weights.down[expert]
         out = out + weight.astype(x.dtype) * expert_out
     return out

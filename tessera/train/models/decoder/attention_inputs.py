@@ -71,12 +71,19 @@ def _whole_attention(
         # Four bytes a token: every device needs those of whole sequences.
         segment_ids = place.constrain(segment_ids, "batch", None)
 
-    def attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, window: Any) -> Array:
+    def attend(
+        q_BSHK: Array,
+        k_BTGK: Array,
+        v_BTGK: Array,
+        sinks_H: Array | None = None,
+        *,
+        window: Any,
+    ) -> Array:
         is_traced = isinstance(window, jax.Array)  # then a region takes it as well
         fixed, traced = (None, window) if is_traced else (window, None)
 
         def on_device(
-            q: Array, k: Array, v: Array, segment_ids: Any, traced: Any
+            q: Array, k: Array, v: Array, segment_ids: Any, traced: Any, sinks: Any
         ) -> Array:
             def of_heads(*operands: Array) -> Array:
                 out_BHSK = flash_attention(
@@ -86,6 +93,7 @@ def _whole_attention(
                     window=fixed if traced is None else traced,
                     soft_cap=config.attention_soft_cap,
                     segment_ids=segment_ids,
+                    sinks=sinks,
                 )
                 return jnp.swapaxes(out_BHSK, 1, 2)
 
@@ -93,11 +101,12 @@ def _whole_attention(
                 return attend_by_heads(of_heads, axes[0], q, k, v)
             return of_heads(q, k, v)
 
-        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids, traced
+        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids, traced, sinks_H
         if not (axes or _runs_per_device(place)):
             return place.constrain(on_device(*operands), *HEADS)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
-        specs = layout, layout, layout, PartitionSpec(*layout[:1]), PartitionSpec()
+        rows, heads = PartitionSpec(*layout[:1]), PartitionSpec(*layout[2:3])
+        specs = layout, layout, layout, rows, PartitionSpec(), heads
         assert place.mesh is not None
         region = region_mesh(place.mesh)
         return map_free_axes(on_device, region, specs, layout)(*operands)

@@ -90,10 +90,10 @@ class CachedDecoding(Decoding):
         def attention(number: int) -> Attend:
             attend = select(jnp.asarray(config.is_global(number)))
 
-            def attend_and_store(q: Array, k: Array, v: Array) -> Array:
+            def attend_and_store(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
                 size = self._size(number, length)
                 cache.append((self._filled(k, size), self._filled(v, size)))
-                return attend(q, k, v)
+                return attend(q, k, v, *sinks)
 
             return attend_and_store
 
@@ -112,12 +112,14 @@ class CachedDecoding(Decoding):
         new = Cache()
 
         def attention(number: int) -> Attend:
-            def attend(q_BSHK: Array, k_BSGK: Array, v_BSGK: Array) -> Array:
+            def attend(
+                q_BSHK: Array, k_BSGK: Array, v_BSGK: Array, *sinks: Array
+            ) -> Array:
                 stored = zip(cache[number], (k_BSGK, v_BSGK), strict=True)
                 k_BGTK, v_BGTK = (self._stored(old, x, slot) for old, x in stored)
                 new.append((k_BGTK, v_BGTK))
                 cap = self.model.config.attention_soft_cap
-                return _attend(q_BSHK, k_BGTK, v_BGTK, slot, pads, cap)
+                return _attend(q_BSHK, k_BGTK, v_BGTK, slot, pads, cap, *sinks)
 
             return attend
 
@@ -186,6 +188,7 @@ def _attend(
     slot: Int[Array, ""],
     pads: Pads,
     soft_cap: float | None,
+    sinks_H: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch 1 heads head_dim"]:
     """Attention of the query at ``slot`` to the slots of a ring buffer."""
     batch, _, heads, width = q_BSHK.shape
@@ -198,6 +201,11 @@ def _attend(
         "bghk,bgtk->bght", q, k_BGTK, preferred_element_type=jnp.float32
     )
     scores = soft_capped(scores, soft_cap)
-    weights = jax.nn.softmax(jnp.where(slots >= first, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(slots >= first, scores, -jnp.inf)
+    if sinks_H is not None:
+        sinks = sinks_H.astype(scores.dtype).reshape(1, kv_heads, -1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :size]
     out = jnp.einsum("bght,bgtk->bghk", weights.astype(v_BGTK.dtype), v_BGTK)
     return out.reshape(q_BSHK.shape).astype(q_BSHK.dtype)

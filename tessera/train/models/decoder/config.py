@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tessera.train.models.decoder.decoder_model import DecoderModel
     from tessera.train.models.partition_rules import Method
 
-ACTIVATIONS: Final = ("gelu_tanh", "silu")
+ACTIVATIONS: Final = ("gelu_tanh", "silu", "clamped_swiglu")
 ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 LAYER_TYPES: Final = ("local", "global")
 # Fields that only layers of one kind read.
@@ -115,9 +115,12 @@ class DecoderConfig:
       qk_norm_joint: Whether all heads of a token are normalized as one vector instead.
       qkv_bias: Whether the projections to queries, keys and values have biases.
       output_bias: Whether the projection of attention's output has a bias.
-      activation: Of the MLP's gate; gelu_tanh or silu.
+      activation: Of the MLP's gate; gelu_tanh, silu, or that of GPT-OSS,
+        clamped_swiglu.
       scale_embedding: Whether embeddings are multiplied by the root of d_model.
       tied_head: Whether the embedding table is the output head, too.
+      attention_sinks: Whether each head has a learned score beside those of keys, whose
+        weight is of no value.
       attention_soft_cap: Attention scores x become cap * tanh(x / cap); null is none.
       logit_soft_cap: Logits x become cap * tanh(x / cap); null is none.
       scan_unroll: Layers in one step of the scan over layers.
@@ -126,6 +129,7 @@ class DecoderConfig:
       experts_per_token: Experts that process each token.
       renormalize_experts: Whether the weights of a token's experts add up to 1, or are
         their probabilities among all experts.
+      expert_biases: Whether the router and the matmuls of experts have biases.
       router_balance_weight: Weight in the training loss of each layer's load-balancing
         loss.
       router_z_weight: Weight in the training loss of each layer's router z-loss.
@@ -175,12 +179,14 @@ class DecoderConfig:
     activation: str = "gelu_tanh"
     scale_embedding: bool = True
     tied_head: bool = True
+    attention_sinks: bool = False
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     scan_unroll: int = 1
     num_experts: int = 0
     experts_per_token: int = 2
     renormalize_experts: bool = True
+    expert_biases: bool = False
     router_balance_weight: float = 0.01
     router_z_weight: float = 0.001
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -231,11 +237,14 @@ class DecoderConfig:
                 f"num_experts = {self.num_experts}",
                 f"use experts_per_token {self.num_experts} or less",
             )
-        if not self.num_experts and not self.renormalize_experts:
-            yield (
-                "renormalize_experts = False, num_experts = 0",
-                "use num_experts 1 or more, or leave out renormalize_experts",
-            )
+        for name in (
+            () if self.num_experts else ("renormalize_experts", "expert_biases")
+        ):
+            if (value := getattr(self, name)) != getattr(DecoderConfig, name):
+                yield (
+                    f"{name} = {value}, num_experts = 0",
+                    f"use num_experts 1 or more, or leave out {name}",
+                )
 
     def _layer_problems(self) -> Iterator[Problem]:
         types, count = self.layer_types, self.num_layers

@@ -99,6 +99,8 @@ class DecoderModel(Model):
         config = self.config
         unused = max(config.num_experts - config.experts_per_token, 0)
         expert = 3 * config.d_model * config.mlp_dim
+        if config.expert_biases:
+            expert += 2 * config.mlp_dim + config.d_model
         return self.num_params - config.num_layers * unused * expert
 
     @property
@@ -144,6 +146,8 @@ class DecoderModel(Model):
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``, or over
             ``cp`` by all-to-all attention.
+          SettingConflictError: [T507] ``cp`` would split sequences of a model with
+            attention sinks.
         """
         config, method = self.config, self.context_parallel
         mesh = as_mesh(mesh)
@@ -151,6 +155,12 @@ class DecoderModel(Model):
         place = Placement(mesh, whole, frozenset(), method, self.dtype, self.fp8)
         tp, cp = place.size("heads"), place.size("context")
         check_heads(config, tp)
+        if config.attention_sinks and cp > 1:
+            raise SettingConflictError(
+                "attention with sinks needs whole sequences",
+                got=f"attention_sinks=True, mesh axis 'cp' of {cp} devices",
+                fix="use a mesh without 'cp': fsdp, tp and pp split this model, too",
+            )
         if method == "all_to_all" and cp > 1:
             kv_heads = max(config.num_kv_heads // tp, 1)
             check_exchange(config.num_heads // tp, kv_heads, cp, "cp")

@@ -6,8 +6,10 @@ over layers as in ``layers.py``, and their layout.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -49,6 +51,12 @@ class Experts(nnx.Module):
         self.gate = parameter(init, rngs.params(), wide)
         self.up = parameter(init, rngs.params(), wide)
         self.down = parameter(init, rngs.params(), narrow)
+        if config.expert_biases:
+            zeros = partial(parameter, jax.nn.initializers.zeros, None)
+            self.router_bias = zeros(layers | {"router": config.num_experts})
+            self.gate_bias = zeros(layers | experts | mlp)
+            self.up_bias = zeros(layers | experts | mlp)
+            self.down_bias = zeros(layers | experts | {"norm": config.d_model})
         self.options = RoutingOptions(
             top_k=config.experts_per_token,
             renormalize=config.renormalize_experts,
@@ -68,9 +76,8 @@ class Experts(nnx.Module):
           place: The mesh and layout of the model.
           names: Logical names of the activations' dims.
         """
-        weights = Weights(
-            *(p[...] for p in (self.router, self.gate, self.up, self.down))
-        )
+        present = (name for name in Weights._fields if hasattr(self, name))
+        weights = Weights(**{name: getattr(self, name)[...] for name in present})
         layout = _layout(place, names)
         out_BSD, statistics = expert_layer(x_BSD, weights, self.options, layout)
         return out_BSD, dict(vars(statistics))

@@ -31,8 +31,8 @@ from tessera.train.models.partition_rules import Placement
 HEADS: Final = ("batch", "context", "heads", None)
 KV_HEADS: Final = ("batch", "context", "kv_heads", None)
 
-# From queries, keys and values to the outputs of attention.
-Attend: TypeAlias = Callable[[Array, Array, Array], Array]
+# From queries, keys, values and perhaps sinks to the outputs of attention.
+Attend: TypeAlias = Callable[..., Array]
 
 
 fan_in_init = partial(
@@ -201,6 +201,9 @@ class Attention(nnx.Module):
         self.value = new("v_proj", inputs=embed, outputs=kv_heads, bias=bias)
         bias = config.output_bias
         self.output = new("o_proj", inputs=heads, outputs=embed, bias=bias)
+        if config.attention_sinks:
+            dims = {"layers": config.num_layers, "heads": config.num_heads}
+            self.sinks = parameter(jax.nn.initializers.zeros, None, dims)
         if config.qk_norm:
             self.query_norm = self._norm(config.num_heads)
             self.key_norm = self._norm(config.num_kv_heads)
@@ -230,7 +233,8 @@ class Attention(nnx.Module):
             # Fewer key/value heads than tp: each device gets the head of its queries.
             k_BTGK = place.constrain(jnp.repeat(k_BTGK, copies, axis=2), *HEADS)
             v_BTGK = place.constrain(jnp.repeat(v_BTGK, copies, axis=2), *HEADS)
-        out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK)
+        sinks = (self.sinks[...],) if self.config.attention_sinks else ()
+        out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK, *sinks)
         return self.output(place.constrain(out_BSHK, *HEADS), place)
 
     def _norm(self, heads: int) -> RMSNorm:
@@ -251,7 +255,7 @@ def soft_capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."
 
 
 class MLP(nnx.Module):
-    """The gated MLP of GeGLU, with gelu's tanh approximation, or of SwiGLU.
+    """The gated MLP of GeGLU, with gelu's tanh approximation, or of a SwiGLU.
 
     Source: arXiv 2002.05202.
     """
@@ -266,13 +270,13 @@ class MLP(nnx.Module):
     def __call__(
         self, x_BSD: Float[Array, "batch seq d_model"], place: Placement
     ) -> Float[Array, "batch seq d_model"]:
-        """Each position by itself, through ``activation(gate) * up``."""
+        """Each position by itself, through its gate."""
         gate_BSF = checkpoint_name(self.gate(x_BSD, place), "gate")
         up_BSF = checkpoint_name(self.up(x_BSD, place), "up")
 
         @recomputed
         def product(gate_BSF: Array, up_BSF: Array) -> Array:
-            return GATES[self.activation](gate_BSF) * up_BSF
+            return GATES[self.activation](gate_BSF, up_BSF)
 
         hidden_BSF = product(gate_BSF, up_BSF)
         hidden_BSF = place.constrain(hidden_BSF, "batch", "context", "mlp")

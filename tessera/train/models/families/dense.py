@@ -100,7 +100,7 @@ def read_sizes(
     keys.expect("mlp_bias", False)
     keys.expect("pretraining_tp", 1)
     width, heads = take("hidden_size", int), take("num_attention_heads", int)
-    bias = keys.take("attention_bias", bool, False)
+    bias = keys.take("attention_bias", bool, defaults.get("attention_bias", False))
     kv_heads = defaults.get("num_key_value_heads", heads)
     epsilon = defaults.get("rms_norm_eps", 1e-6)
     kv_heads = keys.take_nullable("num_key_value_heads", int, kv_heads)
@@ -123,10 +123,10 @@ def read_sizes(
     }
 
 
-def read_rotation(keys: ConfigKeys) -> dict[str, Any]:
+def read_rotation(keys: ConfigKeys, base: float = 10_000.0) -> dict[str, Any]:
     """The rotary fields of a family whose layers all rotate alike."""
     rope = read_rope(keys)
-    theta = rope.take("rope_theta", float, 10_000.0)
+    theta = rope.take("rope_theta", float, base)
     scaling = read_scaling(keys, rope)
     scale = scaling.pop("factor", 1.0)
     return {
@@ -257,7 +257,7 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.mlp_dim,
         "rms_norm_eps": config.norm_epsilon,
-        "hidden_act": _ACTIVATIONS[config.activation],
+        "hidden_act": _ACTIVATIONS.get(config.activation, config.activation),
         "attention_bias": config.qkv_bias,
         "tie_word_embeddings": config.tied_head,
         "rope_theta": theta,

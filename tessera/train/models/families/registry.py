@@ -12,6 +12,7 @@ from tessera.train.files.regular_files import read_regular
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.families.family import Family
 from tessera.train.models.families.gemma import GEMMA2, GEMMA3
+from tessera.train.models.families.gpt_oss import GPT_OSS
 from tessera.train.models.families.llama3 import LLAMA3
 from tessera.train.models.families.mistral import MISTRAL
 from tessera.train.models.families.olmo import OLMO2, OLMO3
@@ -32,6 +33,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     PHI3,
     OLMO2,
     OLMO3,
+    GPT_OSS,
 )
 
 # Fields that a folder does not have: they change training or speed, not the model; and

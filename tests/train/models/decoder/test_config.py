@@ -42,6 +42,8 @@ PUBLISHED = {
     "olmo2_13b": 13_716_198_400,
     "olmo2_32b": 32_234_279_936,
     "phi4": 14_659_507_200,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 
 
@@ -60,6 +62,7 @@ def test_a_published_model_has_the_features_of_its_family(name: str) -> None:
     family = "qwen3_moe" if config.num_experts else name.partition("_")[0]
     if family in ("mistral", "phi4") and config.window is None:
         family = "llama3"  # the same architecture
+    family = "gpt_oss" if config.attention_sinks else family
     assert family_for(config).name == family.partition(".")[0]
 
 
@@ -144,3 +147,11 @@ def test_yarn_needs_a_base_above_one(base: str) -> None:
 def test_one_norm_of_all_heads_needs_norms_of_queries_and_keys() -> None:
     with pytest.raises(ModelShapeError, match="qk_norm_joint = True, qk_norm = False"):
         dataclasses.replace(config_of("tiny"), qk_norm=False, qk_norm_joint=True)
+
+
+@pytest.mark.parametrize("name", ["renormalize_experts", "expert_biases"])
+def test_a_feature_of_experts_needs_some(name: str) -> None:
+    tiny = config_of("tiny")
+    change = {name: not getattr(tiny, name)}
+    with pytest.raises(ModelShapeError, match=f"{name} = .*, num_experts = 0"):
+        dataclasses.replace(tiny, **change)

@@ -80,7 +80,7 @@ def test_one_layer_computes_what_the_reference_computes(params):
     # As the scan over layers does it: the module with one layer's slice.
     graphdef, state = nnx.split(MODEL.merge(params).decoder)
     experts = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], state)).experts
-    weights = Weights(*(getattr(experts, name)[...] for name in Weights._fields))
+    weights = Weights(*(getattr(experts, name)[...] for name in Weights._fields[:4]))
     x = jax.random.normal(jax.random.key(1), (2, 4, 128))
     names = ("batch", None, None)
     out, _ = nnx.jit(lambda experts, x: experts(x, NO_MESH, names))(experts, x)
