@@ -161,6 +161,46 @@ def test_when_all_tokens_choose_the_same_experts_none_is_lost(platform, monkeypa
     close(got[0][0], reference(x, weights, TOP2))
 
 
+BIASED = WEIGHTS._replace(
+    router_bias=random(E, seed=5),
+    gate_bias=random(E, F, seed=6),
+    up_bias=random(E, F, seed=7),
+    down_bias=random(E, D, seed=8),
+)
+
+
+@pytest.mark.slow(reason="compiles both passes over three axes")
+@pytest.mark.parametrize(
+    ("name", "platform", "factor"),
+    [
+        ("everything", "cpu", 2.0),
+        pytest.param("everything", "gpu", 2.0, marks=pytest.mark.full),
+        pytest.param("all ep", "cpu", 0.3, marks=pytest.mark.full),
+        pytest.param("all ep", "gpu", 0.3, marks=pytest.mark.full),
+        pytest.param("no ep", "cpu", 2.0, marks=pytest.mark.full),
+    ],
+)
+def test_a_bias_is_added_once_to_each_row(name, platform, factor, monkeypatch):
+    monkeypatch.setattr(scope, "device", lambda: SimpleNamespace(platform=platform))
+    options = replace(TOP2, buffer_factor=factor, activation="clamped_swiglu")
+
+    def loss(x, weights, layer):
+        out = layer(x, weights, options)
+        return jnp.vdot(out, jnp.cos(jnp.arange(out.size, dtype="f4"))), out
+
+    def on_mesh(x, weights, options):
+        return expert_layer(x, weights, options, LAYOUTS[name])[0]
+
+    def both(layer):
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        return jax.jit(lambda x, weights: grad(x, weights, layer))(X, BIASED)
+
+    (_, out), gradients = both(on_mesh)
+    (_, wanted), wanted_gradients = both(reference)
+    close(out, wanted)
+    close(gradients, wanted_gradients)
+
+
 @pytest.mark.full
 def test_it_runs_inside_a_region_that_is_manual_over_another_axis():
     mesh = Mesh(["pp", "fsdp", "ep"], devices=range(8), shape=(2, 2, 2))
