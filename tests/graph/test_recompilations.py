@@ -241,13 +241,14 @@ class Settings:
                 "before Settings(rate=0.1)"
             ],
         ),
-        (
+        pytest.param(
             object(),
             object(),
             [
                 "static value of 'v': <object object>, before another one",
                 "fix: create 'v' once, before the calls",
             ],
+            id="objects",  # whose own text has their addresses
         ),
         (1, X, ["static value of 'v': an array, float32[8], before 1"]),
         ([X], [X, X], ["structure of 'v': with v/1, before without"]),
