@@ -6,50 +6,45 @@ file that each group chooses, then the overrides. JAX, whose import takes second
 imported only once nothing is wrong with the settings themselves.
 """
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
-import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from tessera.errors import (
     OutputPathError,
-    SettingConflictError,
     SettingValueError,
     TesseraError,
-    UnknownModelError,
-    UnknownOptimizerError,
     UnknownSettingError,
-    did_you_mean,
 )
-from tessera.errors.untrusted_text import printable
-from tessera.train.config.config_schema import as_text, schema, settings_of, typed
+from tessera.train.config.config_schema import as_text, settings_of
+from tessera.train.config.group_files import (
+    OWN_MODEL,
+    compose_files,
+    group_files,
+    store_schemas,
+    unknown_files,
+)
 from tessera.train.config.help_text import usage
-from tessera.train.config.hub_settings import HubCommits, check_model
+from tessera.train.config.hub_settings import HubCommits
 from tessera.train.config.model_tokenizer import tokenizer_notes, tokenizer_of
-from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.config.named_model import NamedModel, own_data, own_model
 from tessera.train.config.overrides import (
-    GROUPS,
     RECIPE,
     RUN_DIR,
     apply,
     is_choice,
     parse,
     refused,
-    unknown_key,
 )
 from tessera.train.config.recipes import Recipe, choose_recipe, with_values
 from tessera.train.config.run_config import Config
@@ -61,26 +56,11 @@ from tessera.train.config.setting_fields import (
     walk,
 )
 from tessera.train.config.settings_checks import check
-from tessera.train.files.hub import MODEL_FILES, HubName, is_hidden_by_path
 from tessera.train.models.definition import (
     DECODER,
-    ModelDefinition,
     definition_of,
     import_module,
-    registered_model,
 )
-from tessera.train.models.families.config_keys import ignored_keys
-from tessera.train.models.families.published_files import published_texts
-from tessera.train.models.families.registry import (
-    CONFIG_FILE,
-    family_of,
-    read_config_file,
-)
-
-# What Hydra sees as the file of a model that has none.
-_OWN: Final = "own"
-# The error for a file that a group does not have; T502 for the others.
-_UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}
 
 
 @dataclass(frozen=True)
@@ -111,26 +91,6 @@ class Composed:
     def flat(self) -> dict[str, str]:
         """Every setting by its dotted path, as one would write it."""
         return {path: as_yaml(value) for path, value in walk(yaml.safe_load(self.text))}
-
-
-@dataclass(frozen=True)
-class _Model:
-    """What ``model=`` names.
-
-    Attributes:
-      definition: What kind it is.
-      values: Settings of the group ``model`` that are not defaults, if no file in
-        ``configs/model`` has them.
-      weights: The folder of its weights, if it has them.
-      notes: Lines for the log of the run.
-      published: See ``Composed``.
-    """
-
-    definition: ModelDefinition
-    values: Mapping[str, Any] | None = None
-    weights: str | None = None
-    notes: tuple[str, ...] = ()
-    published: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_command_line(
@@ -171,7 +131,7 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 def _help(words: Sequence[str], config_dir: Path) -> str:
     """The text of ``--help``, for as much of the command line as can be used."""
-    files = _files(config_dir)
+    files = group_files(config_dir)
     choices = {f"{group}={name}" for group, names in files.items() for name in names}
     try:
         return usage(compose(_read_flags(words).overrides, config_dir).config, files)
@@ -205,15 +165,15 @@ def compose(overrides: Sequence[str], config_dir: Path) -> Composed:
             parsed.append(parse(text))
     choices = {o.key_or_group: str(o.value()) for o in parsed if is_choice(o)}
     chosen = dict(choices)
-    files = _files(config_dir)
-    model, commits = _Model(definition_of(DECODER)), HubCommits(parsed)
+    files = group_files(config_dir)
+    model, commits = NamedModel(definition_of(DECODER)), HubCommits(parsed)
     if (name := choices.get("model", "")) not in files["model"]:
-        model = _own_model(name, commits) or model
+        model = own_model(name, commits) or model
     if model.values is not None:
-        choices["model"] = _OWN
-        files["model"].append(_OWN)
-    data_path = _own_data(choices, parsed)
-    raise_all([*errors, *_unknown_files(choices, files)])
+        choices["model"] = OWN_MODEL
+        files["model"].append(OWN_MODEL)
+    data_path = own_data(choices, parsed)
+    raise_all([*errors, *unknown_files(choices, files)])
     settings_overrides = [each for each in parsed if not is_choice(each)]
     config, recipe = _with_recipe(choices, config_dir, model, settings_overrides)
     errors += recipe.apply(config)
@@ -261,11 +221,11 @@ def _unresolved(config: DictConfig) -> dict[str, Any]:
 def _with_recipe(
     choices: Mapping[str, str],
     config_dir: Path,
-    model: _Model,
+    model: NamedModel,
     overrides: Sequence[Override],
 ) -> tuple[DictConfig, Recipe]:
     """What the files make, and the recipe, which is named or chosen."""
-    config = _compose_files(choices, config_dir, model)
+    config = compose_files(choices, config_dir, model)
     _set_weights(config, overrides, model)
     run = deepcopy(config)
     for _ in _override(run, overrides):
@@ -274,9 +234,9 @@ def _with_recipe(
     if recipe.name == "auto":
         recipe = choose_recipe(run)
         chosen = {RECIPE: recipe.name}
-        raise_all([*_unknown_files(chosen, _files(config_dir))])
+        raise_all([*unknown_files(chosen, group_files(config_dir))])
         if recipe.name != "none":
-            config = _compose_files({**choices, **chosen}, config_dir, model)
+            config = compose_files({**choices, **chosen}, config_dir, model)
             _set_weights(config, overrides, model)
     recipe = with_values(recipe, config, run)
     config.recipe = recipe.name
@@ -284,7 +244,7 @@ def _with_recipe(
 
 
 def _set_weights(
-    config: DictConfig, overrides: Sequence[Override], model: _Model
+    config: DictConfig, overrides: Sequence[Override], model: NamedModel
 ) -> None:
     """Begin with the weights of ``model=<folder>``, unless the run resumes another."""
     resumes = [o.value() for o in overrides if o.key_or_group == "training.resume"]
@@ -300,7 +260,7 @@ def _override(
         yield from apply(override, config)
 
 
-def _values(config: DictConfig, model: _Model) -> tuple[Config, str]:
+def _values(config: DictConfig, model: NamedModel) -> tuple[Config, str]:
     """The settings and the output folder, with every reference resolved."""
     # Nothing is resolved before this, and with it nothing at all.
     raise_all([*refused(config)])
@@ -329,128 +289,15 @@ def _check_output(folder: str) -> Iterator[TesseraError]:
         )
 
 
-def _own_model(name: str, commits: HubCommits) -> _Model | None:
-    """A folder, which has a slash in its path, one of the Hub, or a registered model.
-
-    The weights of a model of the Hub are downloaded once they are needed.
-    """
-    if "/" in name:
-        folder, notes = Path(os.path.expanduser(name)), list[str]()
-        label, weights = folder.resolve().name, str(folder)
-        if hub := HubName.find(name):
-            check_model(hub, "model")
-            hub = commits.pin(hub)
-            folder, weights = hub.download(MODEL_FILES), str(hub)
-            label = hub.repo.partition("/")[2]
-            notes = [f"model={name} is {weights}"]
-        elif is_hidden_by_path(name):
-            notes = [f"model={name} is the folder here, not a model of the Hub"]
-        values = read_config_file(folder)
-        config = family_of(values).config(values)
-        sizes = {"name": label, **asdict(config)}
-        notes += [
-            f"{folder / CONFIG_FILE}: {printable(key)} is about a tool, and ignored"
-            for key in ignored_keys(values)
-        ]
-        texts = published_texts(folder)
-        return _Model(definition_of(DECODER), sizes, weights, tuple(notes), texts)
-    if (definition := registered_model(name)) is None:
-        return None
-    values = {"name": definition.label, "definition": definition.name}
-    return _Model(definition, values)
-
-
-def _own_data(choices: dict[str, str], overrides: Sequence[Override]) -> str | None:
-    """The ``data.path`` of ``data=<path or data set of the Hub>``, if it is one.
-
-    Raises:
-      SettingConflictError: [T507] ``data.path`` is given, too.
-      SettingValueError: [T502] it begins with ``hf://``, and names no repository.
-    """
-    name = choices.get("data", "")
-    if "/" not in name:
-        return None
-    if paths := [o.input_line for o in overrides if o.key_or_group == "data.path"]:
-        raise SettingConflictError(
-            "data= and data.path both name the data",
-            got=f"data={name} {paths[0]}",
-            fix=f"leave one out: data={name}, or data=text {paths[0]}",
-        )
-    choices["data"] = "text"
-    return str(HubName.find(name, is_dataset=True) or name)
-
-
 def _sweep(overrides: Sequence[str], config_dir: Path) -> int:
     """Start the runs of ``--multirun``; the exit code."""
     # It imports what starts processes, which one run does not need.
     from tessera.train.config.sweep import sweep
 
-    _store_schemas(definition_of(DECODER))
+    store_schemas(definition_of(DECODER))
     for text in overrides:
         parse(text, is_sweep=True)
     return sweep(overrides, config_dir)
-
-
-def _compose_files(
-    choices: Mapping[str, str], config_dir: Path, model: _Model
-) -> DictConfig:
-    """``config.yaml`` and the chosen files, merged onto the types of all settings."""
-    _store_schemas(model.definition)
-    if model.values is not None:
-        ConfigStore.instance().store(group="model", name=_OWN, node=model.values)
-    folder = str(config_dir.resolve())
-    try:
-        with hydra.initialize_config_dir(folder, version_base="1.3"):
-            config = hydra.compose(
-                "config",
-                [f"{group}='{name}'" for group, name in choices.items()],
-                return_hydra_config=True,
-            )
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, ConfigKeyError):
-            place = str(error).splitlines()[0].partition(":")[0]
-            raise unknown_key(cause, place) from error
-        raise SettingValueError(
-            f"the files of {config_dir} do not make a configuration",
-            got="\n".join(str(error).splitlines()[:4]),
-            fix="correct the file that is named above",
-        ) from error
-    OmegaConf.set_struct(config.data.sources, False)  # the names are the user's
-    return config
-
-
-def _store_schemas(definition: ModelDefinition) -> None:
-    """Give Hydra the types of all settings."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=_schema(definition))
-    for name, cls in OPTIMIZERS.items():
-        store.store(group="optimizer", name=f"{name}_schema", node=_typed(cls))
-
-
-# Hydra copies what it loads from its store.
-_schema, _typed = cache(schema), cache(typed)
-
-
-def _files(config_dir: Path) -> dict[str, list[str]]:
-    """The names that each group can choose from."""
-    return {
-        group: sorted(file.stem for file in (config_dir / group).glob("*.yaml"))
-        for group in GROUPS
-    }
-
-
-def _unknown_files(
-    choices: Mapping[str, str], files: Mapping[str, Sequence[str]]
-) -> Iterator[TesseraError]:
-    for group, name in choices.items():
-        if name not in files[group]:
-            here = f"write {group}=./{name} for what is here" * os.path.exists(name)
-            yield _UNKNOWN.get(group, SettingValueError)(
-                f"there is no {group} {name!r}",
-                got=f"{group}={name}",
-                fix=here or did_you_mean(name, files[group]),
-            )
 
 
 class _Flags(ArgumentParser):
