@@ -83,7 +83,7 @@ def _command(name: str, arguments: Sequence[str]) -> tuple[str, ...]:
         return (sys.executable, name, *arguments)
     if not is_subcommand:
         raise UnknownSettingError(
-            f"{name!r} is no file here, and no subcommand of tessera",
+            f"{name!r} is no file here, and no subcommand of many processes",
             got=f"tessera launch {name}",
             fix=did_you_mean(name, _SUBCOMMANDS),
         )

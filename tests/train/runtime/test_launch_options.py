@@ -33,7 +33,7 @@ def test_a_subcommand_is_started_as_one(tmp_path, monkeypatch):
     assert make_plan(arguments, CPU).command == expected
     (tmp_path / "train").mkdir()  # data, perhaps
     assert make_plan(arguments, CPU).command == expected
-    assert {*_SUBCOMMANDS} == {*_COMMANDS} - {"launch", "explain"}
+    assert {*_SUBCOMMANDS} == {*_COMMANDS} - {"launch", "explain", "push"}
 
 
 @pytest.mark.parametrize("file", ["train", "train/__main__.py"])
