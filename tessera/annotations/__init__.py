@@ -13,6 +13,7 @@ from tessera.annotations.binding import bind as bind
 from tessera.annotations.binding import check_call as check_call
 from tessera.annotations.binding import checked as checked
 from tessera.annotations.calls import bind_call as bind_call
+from tessera.annotations.calls import refuse_options as refuse_options
 from tessera.annotations.dims import Dim as Dim
 from tessera.annotations.hints import annotations_of as annotations_of
 from tessera.annotations.hints import hints_of as hints_of

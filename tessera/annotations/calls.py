@@ -2,7 +2,7 @@
 """Binds the arguments of a call to the parameters of a function."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tessera.errors import ArgumentError, did_you_mean
@@ -51,6 +51,33 @@ def bind_call(
             + (f", and by keyword {named}" if named else ""),
             fix=f"call it as {name}{_without_hints(signature)}{hint}",
         ) from None
+
+
+def refuse_options(
+    given: Mapping[str, Any],
+    function: Callable[..., Any],
+    elsewhere: Mapping[str, str],
+) -> None:
+    """Refuse options that a function of Tessera does not have.
+
+    Args:
+      given: They.
+      function: The function.
+      elsewhere: Those that its like in JAX or PyTorch has, which are unset or False by
+        default, and what to write.
+
+    Raises:
+      ArgumentError: [T301] there is one.
+    """
+    for name, value in given.items():
+        if name not in elsewhere or value:
+            known = inspect.signature(function).parameters.values()
+            names = [p.name for p in known if p.kind is not p.VAR_KEYWORD]
+            raise ArgumentError(
+                f"{function.__name__!r} has no option {name!r}",
+                got=f"{name}={value!r}",
+                fix=elsewhere.get(name) or did_you_mean(name, names),
+            )
 
 
 def _without_hints(signature: inspect.Signature) -> inspect.Signature:

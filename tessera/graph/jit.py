@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from tessera.annotations import signature_of
+from tessera.annotations import refuse_options, signature_of
 from tessera.errors import ArgumentError
 from tessera.graph.function import Function
 from tessera.graph.jit_options import (
@@ -15,7 +15,6 @@ from tessera.graph.jit_options import (
     by_either_name,
     listed,
     one_of,
-    refuse_options,
 )
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat.tracebacks import at_boundary
@@ -101,7 +100,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       >>> print(scaled_sum(jnp.arange(4.0), 2))
       12.0
     """
-    refuse_options(others, inspect.signature(function), _ELSEWHERE)
+    refuse_options(others, function, _ELSEWHERE)
     if body is None:
         return functools.partial(
             function,

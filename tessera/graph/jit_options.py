@@ -10,12 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tessera.annotations import argument_names
-from tessera.errors import (
-    ArgumentError,
-    SettingConflictError,
-    SpecFormError,
-    did_you_mean,
-)
+from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.graph.tracer.argument_leaves import mesh_of_one_device
 from tessera.graph.tracer.declared_layouts import UNDECLARED
 from tessera.graph.tracer.static_values import StaticArgument
@@ -151,29 +146,6 @@ def one_of(what: str, first: Any, second: Any) -> Any:
         got=f"{first}, {second}",
         fix="declare it once, by the options of Tessera or by those of jax.jit",
     )
-
-
-def refuse_options(
-    given: Mapping[str, Any], known: Signature, jaxs: Mapping[str, str]
-) -> None:
-    """Refuse options that a function of Tessera does not have.
-
-    Args:
-      given: They.
-      known: The signature of the function.
-      jaxs: Those that JAX's function has, unset or False by default, and what to use.
-
-    Raises:
-      ArgumentError: [T301] there is one.
-    """
-    for name, value in given.items():
-        if name not in jaxs or value:
-            names = [n for n, p in known.parameters.items() if p.kind not in _VARIADIC]
-            raise ArgumentError(
-                f"there is no option {name!r}",
-                got=f"{name}={value!r}",
-                fix=jaxs.get(name) or did_you_mean(name, names),
-            )
 
 
 def by_either_name(which: str, specs: Any, shardings: Any) -> tuple[str, Any]:

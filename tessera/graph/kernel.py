@@ -15,14 +15,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import BoundArguments, Parameter
-from typing import Any, NoReturn, overload
+from typing import Any, Final, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
-from tessera.annotations import bind_call
+from tessera.annotations import bind_call, refuse_options
 from tessera.errors import (
     KernelError,
     MeshConflictError,
@@ -47,6 +47,13 @@ from tessera.tracing import scope
 from tessera.tracing.object_arguments import holds_objects
 from tessera.tracing.per_device_checks import check_region
 
+# Options of jax.shard_map, which works in a step as well, and what takes their place.
+_ELSEWHERE: Final = {
+    "mesh": "call the kernel in 'with mesh:', or with arrays that are on it",
+    "in_specs": 'declare layouts by name: layouts={"x": P("dp")}',
+    "out_specs": "leave it out: a result is split over the axes that it varies over",
+}
+
 
 @overload
 def kernel(function: Callable[..., Any], /) -> "Kernel": ...
@@ -59,6 +66,7 @@ def kernel(
     /,
     *,
     layouts: Mapping[str, ShardSpec | PartitionSpec] | None = None,
+    **others: Any,
 ) -> Any:
     """Run a function on every device of the mesh, each on its own blocks.
 
@@ -76,6 +84,7 @@ def kernel(
       function: The body.
       layouts: Layouts by argument name, for arguments without a known layout: values
         that ``jax.jit`` or ``jax.vmap`` traces have none.
+      **others: None: those of ``jax.shard_map`` say what takes their place.
 
     Returns:
       A callable with the signature of the body, from global arrays to global arrays.
@@ -85,7 +94,8 @@ def kernel(
       NoMeshError: [T106] no argument is on a mesh, and none is open.
       KernelError: [T208] an argument whose layout is not known, or a result that is
         not an array.
-      ArgumentError: [T301] (outside of a step) a constant that is not hashable.
+      ArgumentError: [T301] there is no such option; (outside of a step) a constant that
+        is not hashable.
       CollectiveError: [T206] the body reduces gradients that are sums already.
       RandomNumbersError: [T211] devices draw the same numbers for blocks that differ.
 
@@ -100,6 +110,7 @@ def kernel(
       >>> total(x)
       Array(16., dtype=float32)
     """
+    refuse_options(others, kernel, _ELSEWHERE)
     if function is None:
         return functools.partial(Kernel, layouts=layouts)
     return Kernel(function, layouts=layouts)
@@ -116,6 +127,12 @@ class Kernel:
         functools.update_wrapper(self, function)
         self._function = function
         self._signature = inspect.signature(function)
+        if layouts is not None and not isinstance(layouts, Mapping):
+            raise KernelError(
+                "a kernel takes layouts by the names of arguments",
+                got=f"{layouts!r}",
+                fix='write layouts={"x": P("dp")}',
+            )
         self._layouts = {
             name: ShardSpec.of(layout, f"argument {name!r}")
             for name, layout in dict(layouts or {}).items()

@@ -10,7 +10,6 @@ step's passes instead, as ``ts.grad`` is. Outside of steps it is a ``ts.function
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -19,13 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import copy_p
 
-from tessera.annotations import argument_names, check_call, signature_of
+from tessera.annotations import (
+    argument_names,
+    check_call,
+    refuse_options,
+    signature_of,
+)
 from tessera.errors import ArgumentError, did_you_mean
 from tessera.foundations.tree import partition
 from tessera.graph.differentiation import differentiated
 from tessera.graph.function import Function
 from tessera.graph.gradient_primitive import gradient_taken_p, gradients_of
-from tessera.graph.jit_options import refuse_options
 from tessera.graph.pipelining.pipeline_primitive import has_pipeline
 from tessera.graph.tracer.declared_layouts import Options, is_number
 from tessera.jax_compat import jaxprs
@@ -106,7 +109,7 @@ def grad(
       >>> print(ts.grad(lambda x: jnp.sum(x**2))(jnp.array([1.0, 2.0])))
       [2. 4.]
     """
-    refuse_options(others, inspect.signature(grad), _ELSEWHERE)
+    refuse_options(others, grad, _ELSEWHERE)
     if not callable(loss):
         if weights is _MISSING or has_aux or argnums != 0:
             raise ArgumentError(
@@ -174,7 +177,7 @@ def value_and_grad(
       >>> print(value, slope["scale"])
       12.0 12.0
     """
-    refuse_options(others, inspect.signature(value_and_grad), _ELSEWHERE)
+    refuse_options(others, value_and_grad, _ELSEWHERE)
     request = _GradientRequest(
         function,
         which=_which(function, argnums),

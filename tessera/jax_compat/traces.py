@@ -78,9 +78,9 @@ def resolving_specs(
     if ambient_mesh() is not None:
         yield
         return
-    resources, setting = mesh_lib.thread_resources, config.mesh_context_manager
-    opened: Any = _MeshOfSpecs(mesh)
-    resources.stack.append(opened)
+    resources: Any = mesh_lib.thread_resources
+    setting = config.mesh_context_manager
+    resources.stack.append(_MeshOfSpecs(mesh))
     resources.env = resources.stack[-1]
     before = setting.swap_local((key,))
     try:

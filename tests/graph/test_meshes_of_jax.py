@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, graph, op
-from tessera.errors import NoMeshError
+from tessera.errors import ArgumentError, KernelError, NoMeshError, SpecFormError
 
 X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
 W = np.linspace(-0.5, 0.5, 8, dtype=np.float32).reshape(4, 2)
@@ -321,3 +321,18 @@ def test_what_needs_the_mesh_of_jax_works_where_it_is_set(set_mesh):
         for step in (ts.function(body), ts.function(body, mesh=set_mesh)):
             found, wanted = step(X), jax.jit(body)(X)
             assert found.sharding.is_equivalent_to(wanted.sharding, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"mesh": 1}, ArgumentError, "call the kernel in 'with mesh:'"),
+        ({"in_specs": (P("dp"),)}, ArgumentError, "declare layouts by name"),
+        ({"out_specs": (P("dp"),)}, ArgumentError, "leave it out"),
+        ({"layouts": (P("dp"),)}, KernelError, "layouts by the names of arguments"),
+        ({"layouts": {"x": "dp"}}, SpecFormError, "no ShardSpec and no PartitionSpec"),
+    ],
+)
+def test_a_kernel_is_declared_in_its_own_way(options, kind, text):
+    with pytest.raises(kind, match=text):
+        op.kernel(**options)(lambda x: x)

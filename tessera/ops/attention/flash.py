@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from tessera.annotations import refuse_options
 from tessera.errors import OperandError
 from tessera.ops.attention.blockwise import varying_alike
 from tessera.ops.attention.context_parallel_variants import wire_of
@@ -33,6 +34,13 @@ from tessera.ops.operand_layouts import as_array
 # The shapes of another order are often legal too, and then mean something else.
 _LAYOUT: Final = "heads come before the sequence: x.swapaxes(1, 2) for [B, S, H, D]"
 
+_MASKED: Final = "use jax.nn.dot_product_attention, whose arrays are [B, S, H, D]"
+_ELSEWHERE: Final = {
+    "is_causal": "write causal=True",
+    "enable_gqa": "leave it out: there may be fewer heads of keys than of queries",
+    **dict.fromkeys(("mask", "attn_mask", "bias", "dropout_p"), _MASKED),
+}
+
 
 def flash_attention(  # noqa: PLR0913
     q: Any,
@@ -46,6 +54,7 @@ def flash_attention(  # noqa: PLR0913
     segment_ids: Any = None,
     sinks: Any = None,
     implementation: str | None = None,
+    **others: Any,
 ) -> Array:
     """Attention, with memory linear in the length of the sequence.
 
@@ -71,11 +80,13 @@ def flash_attention(  # noqa: PLR0913
         the softmax and has no value. None is none.
       implementation: ``cudnn``, ``splash`` or ``xla``; None is the first of these that
         supports this call on this device.
+      **others: None: those of JAX's and PyTorch's attention say what to write.
 
     Returns:
       ``[B, H, S, D]`` in the dtype of the operands.
 
     Raises:
+      ArgumentError: [T301] there is no such option.
       OperandError: [T401] shapes, dtypes or options that are not valid.
       ImplementationError: [T406] the implementation does not support this call.
 
@@ -87,6 +98,7 @@ def flash_attention(  # noqa: PLR0913
 
     Source: T. Dao et al., FlashAttention, arXiv 2205.14135.
     """
+    refuse_options(others, flash_attention, _ELSEWHERE)
     q, k, v = as_array(q), as_array(k), as_array(v)
     _check_operands(q, k, v)
     segments = _segments(q, k, segment_ids)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.errors import OperandError
+from tessera.errors import ArgumentError, OperandError
 from tessera.ops.attention import tiling
 from tessera.ops.attention.dispatch import Operands, Options
 from tessera.ops.attention.flash import flash_attention
@@ -243,6 +243,22 @@ def test_heads_after_the_sequence_are_an_error_that_says_which_order_it_is(
         k, v = k[:, :6], v[:, :6]
     with pytest.raises(OperandError, match=r"x\.swapaxes\(1, 2\) for \[B, S, H, D\]"):
         flash_attention(q, k, v, **settings)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"is_causal": True}, "write causal=True"),
+        ({"attn_mask": True}, r"use jax\.nn\.dot_product_attention"),
+        ({"dropout_p": 0.1}, r"use jax\.nn\.dot_product_attention"),
+        ({"casual": True}, "did you mean 'causal'"),
+    ],
+    ids=str,
+)
+def test_options_of_other_libraries_say_what_to_write(option, text):
+    with pytest.raises(ArgumentError, match=text):
+        flash_attention(*drawn(), **option)
+    flash_attention(*drawn(), is_causal=False, mask=None, dropout_p=0.0)
 
 
 def test_operands_of_different_dtypes_are_an_error_that_names_them():
