@@ -42,9 +42,15 @@ def is_tracing() -> bool:
 
 def ambient_mesh() -> jax.sharding.Mesh | None:
     """The mesh of ``jax.set_mesh`` or of ``with mesh:`` with a mesh of JAX."""
-    mesh, opened = mesh_lib.get_concrete_mesh(), mesh_lib.thread_resources.env
-    if mesh.empty and not isinstance(opened, _MeshOfSpecs):
-        mesh = opened.physical_mesh
+    opened = mesh_lib.thread_resources.env
+    if (mesh := mesh_of_jit()) is not None or isinstance(opened, _MeshOfSpecs):
+        return mesh
+    return None if opened.physical_mesh.empty else opened.physical_mesh
+
+
+def mesh_of_jit() -> jax.sharding.Mesh | None:
+    """The mesh of ``jax.set_mesh``, whose devices and axis types ``jax.jit`` takes."""
+    mesh = mesh_lib.get_concrete_mesh()
     return None if mesh.empty else mesh
 
 

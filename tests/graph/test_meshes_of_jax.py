@@ -12,7 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera import dist, graph, op
-from tessera.errors import ArgumentError, KernelError, NoMeshError, SpecFormError
+from tessera.errors import (
+    ArgumentError,
+    KernelError,
+    MeshConflictError,
+    NoMeshError,
+    SpecFormError,
+)
 
 X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
 W = np.linspace(-0.5, 0.5, 8, dtype=np.float32).reshape(4, 2)
@@ -195,6 +201,19 @@ def test_programs_know_which_mesh_was_innermost(grid_mesh, dp_mesh):
             np.testing.assert_array_equal(step(X), X * 2)
         with jax.set_mesh(grid_mesh.jax), dp_mesh:
             np.testing.assert_array_equal(step(X), X)
+
+
+def test_a_mesh_that_jit_cannot_use_beside_the_one_that_is_set_is_refused(grid_mesh):
+    step = ts.function(lambda x: x * 2, mesh=grid_mesh, in_specs=P("dp"))
+    half = dist.Mesh(["x"], devices=range(4)).jax
+    for mesh in (KINDS["explicit"](), KINDS["mixed"](), half):
+        with jax.set_mesh(mesh):
+            with pytest.raises(MeshConflictError, match="another mesh open"):
+                step(X)
+            with grid_mesh, pytest.raises(MeshConflictError, match="another mesh open"):
+                ts.function(lambda x: x * 2, out_specs=P("dp"))(X)
+    with jax.set_mesh(grid_mesh.jax):
+        assert step(X).sharding.spec == P("dp")
 
 
 def test_a_function_without_layouts_is_left_to_jax(set_mesh):

@@ -9,8 +9,14 @@ from tessera.graph import rewriting
 from tessera.graph.ir import Graph, Role
 from tessera.graph.tracer.argument_leaves import ONE_DEVICE, Leaf, mesh_here
 from tessera.graph.tracer.declared_layouts import Options
-from tessera.jax_compat import jaxprs, primitives
-from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
+from tessera.jax_compat import jaxprs, primitives, traces
+from tessera.mesh import (
+    AUTO_AXES,
+    Mesh,
+    manual_axes,
+    mesh_of_jax,
+    opened_or_none,
+)
 
 # The name of its owner for messages, and the mesh.
 Owned: TypeAlias = tuple[str, Mesh | None]
@@ -96,7 +102,27 @@ def mesh_of(options: Options) -> Mesh | None:
     mesh that is open around an SPMD region is none for the blocks inside it.
     """
     if options.mesh is not None:
-        return mesh_here(options.mesh)
+        return _beside_jaxs(mesh_here(options.mesh))
     if manual_axes():
         return None
-    return opened_or_none(takes_jaxs=options.needs_mesh)
+    mesh = opened_or_none(takes_jaxs=options.needs_mesh)
+    return None if mesh is None else _beside_jaxs(mesh)
+
+
+def _beside_jaxs(mesh: Mesh) -> Mesh:
+    """The mesh, where ``jax.jit`` can use it beside that of ``jax.set_mesh``.
+
+    Raises:
+      MeshConflictError: [T308] that one has other devices, or Explicit axes, so that
+        types would be of it.
+    """
+    around = traces.mesh_of_jit()
+    if around is None or (other := mesh_of_jax(around)) == mesh:
+        return mesh
+    if {*other.device_ids} == {*mesh.device_ids} and not other.explicit_axes:
+        return mesh
+    raise MeshConflictError(
+        "JAX has another mesh open than the one that a function runs on",
+        got=f"the function's: {mesh}\njax.set_mesh: {other}",
+        fix="call it outside of jax.set_mesh, or open one mesh for both",
+    )
