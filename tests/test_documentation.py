@@ -19,6 +19,7 @@ import pytest
 
 import tessera as ts
 from tessera import amp, arrays, dist, graph, nn, op
+from tessera.__main__ import _COMMANDS as COMMANDS
 from tessera.errors import TesseraError
 from tessera.foundations import dtypes
 from tessera.tracing import scope
@@ -251,6 +252,12 @@ def test_the_readme_names_targets_that_exist():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         named = set(re.findall(r"^make ([a-z]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, page.name
+
+
+def test_the_page_of_installing_lists_every_command():
+    page = (DOCS / "start/install.md").read_text()
+    listed = re.findall(r"^\| `tessera (\w+)", page, re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 def anchors(page: Path) -> set[str]:
