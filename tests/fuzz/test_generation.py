@@ -23,13 +23,13 @@ DRAWN = {
     *("layer_types", "rope_scale_local", "rope_kind", "rope_original_length"),
     *("norm_unit_offset", "post_norms", "qk_norm", "qkv_bias", "output_bias"),
     *("activation", "scale_embedding", "tied_head", "logit_soft_cap", "lora"),
-    *("attention_soft_cap", "pre_norms", "qk_norm_joint"),
+    *("attention_soft_cap", "pre_norms", "qk_norm_joint", "rope_dims"),
     *("attention_sinks", "expert_biases"),
 }
 SAME = {
     *("norm_epsilon", "scan_unroll", "router_balance_weight", "router_z_weight"),
     *("rope_low_rotations", "rope_high_rotations", "rope_truncate"),
-    *("rope_attention_factor",),
+    *("rope_attention_factor", "rope_short_factors", "rope_long_factors"),
 }
 
 
@@ -46,6 +46,7 @@ def drawn_config(draw: Random) -> DecoderConfig:
         "window": draw.randint(1, 9),
         "query_pre_attn_scalar": draw.choice([4, None]),
         "global_every": draw.choice([*range(1, 6), None]),
+        "rope_dims": draw.choice([2, None]),
         "rope_base_local": draw.choice([10.0, 100.0]),
         "rope_base_global": draw.choice([50.0, 1000.0]),
         "rope_scale_global": draw.choice([1.0, 8.0]),

@@ -112,6 +112,19 @@ GPT_OSS = dataclasses.replace(
     num_experts=6,
     expert_biases=True,
 )
+PHI4_MINI = dataclasses.replace(
+    PHI3,
+    head_dim=8,
+    window=None,
+    global_every=1,
+    tied_head=True,
+    rope_dims=6,
+    rope_kind="longrope",
+    rope_original_length=64,
+    rope_attention_factor=1.2,
+    rope_short_factors=(1.0, 1.5, 2.5),
+    rope_long_factors=(2.0, 4.0, 8.0),
+)
 # Of layers with a window, too.
 SCALED = {"rope_base_local": 1000.0, "rope_scale_local": 4.0}
 CONFIGS = {
@@ -152,6 +165,7 @@ CONFIGS = {
     "olmo2": ("Olmo2ForCausalLM", OLMO2),
     "olmo3": ("Olmo3ForCausalLM", OLMO3),
     "gpt_oss": ("GptOssForCausalLM", GPT_OSS),
+    "phi3_longrope": ("Phi3ForCausalLM", PHI4_MINI),
     "qwen2": ("Qwen2ForCausalLM", QWEN2),
     "qwen2_windows": (
         "Qwen2ForCausalLM",

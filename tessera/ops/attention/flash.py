@@ -106,7 +106,13 @@ def flash_attention(  # noqa: PLR0913
     width, dynamic_width = _static_or_dynamic(window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(causal, scale, width, soft_cap)
-    sinks = None if sinks is None else _checked_sinks(q, sinks)
+    if sinks is not None and jnp.shape(sinks) != q.shape[1:2]:
+        raise OperandError(
+            "flash_attention takes one sink for each head",
+            got=f"sinks {jnp.shape(sinks)}, queries {q.shape}",
+            fix=f"pass numbers of shape {q.shape[1:2]}",
+        )
+    sinks = None if sinks is None else as_array(sinks).astype(jnp.float32)
     operands = Operands(*varying_alike(q, k, v, segments, dynamic_width, sinks))
     if narrow := wire_of(q.dtype):
         # No pass can change the matmuls inside of a kernel.
@@ -164,17 +170,6 @@ def _segments(q: Array, k: Array, segment_ids: Any) -> Array | None:
             fix="use jax.nn.dot_product_attention with a mask",
         )
     return ids.astype(jnp.int32)
-
-
-def _checked_sinks(q: Array, sinks: Any) -> Array:
-    sinks = as_array(sinks)
-    if sinks.shape != q.shape[1:2] or not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise OperandError(
-            "flash_attention takes one sink for each head",
-            got=f"sinks {sinks.dtype.name}{list(sinks.shape)}",
-            fix=f"pass floating-point numbers of shape {q.shape[1:2]}",
-        )
-    return sinks
 
 
 def _check_operands(q: Array, k: Array, v: Array) -> None:

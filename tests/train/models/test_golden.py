@@ -220,6 +220,8 @@ def test_a_pipeline_has_the_loss_and_gradients_of_transformers(
         ("qwen3", {"activation": "gelu_tanh"}),
         ("phi3", {"window": 8}),
         ("phi3", {"norm_epsilon": 1e-3}),
+        ("phi3_longrope", {"rope_short_factors": (1.5, 2.4)}),
+        ("phi3_longrope", {"rope_attention_factor": None}),
         ("olmo3", {"window": 8}),
         ("olmo3", {"rope_base_local": 500.0}),
         ("olmo3", {"global_every": 3}),

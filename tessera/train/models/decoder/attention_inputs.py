@@ -72,18 +72,13 @@ def _whole_attention(
         segment_ids = place.constrain(segment_ids, "batch", None)
 
     def attend(
-        q_BSHK: Array,
-        k_BTGK: Array,
-        v_BTGK: Array,
-        sinks_H: Array | None = None,
-        *,
-        window: Any,
+        q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, *sinks_H: Array, window: Any
     ) -> Array:
         is_traced = isinstance(window, jax.Array)  # then a region takes it as well
         fixed, traced = (None, window) if is_traced else (window, None)
 
         def on_device(
-            q: Array, k: Array, v: Array, segment_ids: Any, traced: Any, sinks: Any
+            q: Array, k: Array, v: Array, segment_ids: Any, traced: Any, *sinks: Array
         ) -> Array:
             def of_heads(*operands: Array) -> Array:
                 out_BHSK = flash_attention(
@@ -93,7 +88,7 @@ def _whole_attention(
                     window=fixed if traced is None else traced,
                     soft_cap=config.attention_soft_cap,
                     segment_ids=segment_ids,
-                    sinks=sinks,
+                    sinks=sinks[0] if sinks else None,
                 )
                 return jnp.swapaxes(out_BHSK, 1, 2)
 
@@ -101,12 +96,12 @@ def _whole_attention(
                 return attend_by_heads(of_heads, axes[0], q, k, v)
             return of_heads(q, k, v)
 
-        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids, traced, sinks_H
+        operands = q_BSHK, k_BTGK, v_BTGK, segment_ids, traced, *sinks_H
         if not (axes or _runs_per_device(place)):
             return place.constrain(on_device(*operands), *HEADS)
         layout = place.resolve(HEADS, q_BSHK.shape, "queries")
         rows, heads = PartitionSpec(*layout[:1]), PartitionSpec(*layout[2:3])
-        specs = layout, layout, layout, rows, PartitionSpec(), heads
+        specs = layout, layout, layout, rows, PartitionSpec(), *(heads for _ in sinks_H)
         assert place.mesh is not None
         region = region_mesh(place.mesh)
         return map_free_axes(on_device, region, specs, layout)(*operands)

@@ -85,6 +85,7 @@ class CachedDecoding(Decoding):
         if pads is not None:  # padding attends to padding alone
             segment_ids = (slots >= pads[:, None]).astype(jnp.int32)
         config, cache = self.model.config, Cache()
+        config.check_length(max(length, tokens.shape[1]))
         select = layer_attention(config, tokens.shape[1], segment_ids, self.place)
 
         def attention(number: int) -> Attend:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tessera.train.models.partition_rules import Method
 
 ACTIVATIONS: Final = ("gelu_tanh", "silu", "clamped_swiglu")
-ROPE_KINDS: Final = ("linear", "llama3", "yarn")
+ROPE_KINDS: Final = ("linear", "llama3", "yarn", "longrope")
 LAYER_TYPES: Final = ("local", "global")
 # Fields that only layers of one kind read.
 FIELDS_OF_KIND: Final = {
@@ -30,11 +30,13 @@ FIELDS_OF_KIND: Final = {
 _CHOICES: Final = {"activation": ACTIVATIONS, "rope_kind": ROPE_KINDS}
 # The kinds of rotary scaling that read a setting; others refuse it.
 _ROPE_KINDS_OF: Final = {
-    "rope_original_length": ("llama3", "yarn"),
+    "rope_original_length": ("llama3", "yarn", "longrope"),
     "rope_low_rotations": ("llama3", "yarn"),
     "rope_high_rotations": ("llama3", "yarn"),
     "rope_truncate": ("yarn",),
-    "rope_attention_factor": ("yarn",),
+    "rope_attention_factor": ("yarn", "longrope"),
+    "rope_short_factors": ("longrope",),
+    "rope_long_factors": ("longrope",),
 }
 _MAY_BE_ZERO = ("num_experts", "router_balance_weight", "router_z_weight", "lora.rank")
 # Far above every model: anything larger is a typing error that would fill the memory.
@@ -93,12 +95,13 @@ class DecoderConfig:
       global_every: Layer i is global iff (i + 1) % global_every == 0; null makes every
         layer local.
       layer_types: Whether each layer is local or global, instead of global_every.
+      rope_dims: The first dims of a head, which are rotated; null is all.
       rope_base_local: Base of the rotary frequencies of local layers.
       rope_base_global: Base of the rotary frequencies of global layers.
       rope_scale_local: Factor of the context length of local layers; 1 is no scaling.
       rope_scale_global: Factor of the context length of global layers.
       rope_kind: What a factor divides; linear divides all rotary frequencies, llama3
-        and yarn the low ones.
+        and yarn the low ones, and longrope each one by its own.
       rope_original_length: Tokens of the context before scaling.
       rope_low_rotations: Frequencies with fewer rotations in the original length are
         divided by the factor.
@@ -106,7 +109,10 @@ class DecoderConfig:
         between the two, llama3 interpolates by rotations and yarn by dims.
       rope_truncate: Whether yarn rounds the dims between which it interpolates outward.
       rope_attention_factor: Factor of rotated queries and keys of scaled layers with
-        yarn; null is 0.1 ln(scale) + 1.
+        yarn, null is 0.1 ln(scale) + 1; of all layers with longrope, null is 1.
+      rope_short_factors: Of each frequency with longrope, for rows of up to
+        rope_original_length tokens; longer ones are refused.
+      rope_long_factors: Those for longer rows, which an export writes.
       norm_epsilon: Added to the mean square in every RMSNorm.
       norm_unit_offset: Whether norms multiply by 1 + w, or by w.
       pre_norms: Whether attention and MLP have a norm before them.
@@ -158,6 +164,7 @@ class DecoderConfig:
     query_pre_attn_scalar: float | None = None
     global_every: int | None = 6
     layer_types: tuple[str, ...] | None = None
+    rope_dims: int | None = None
     rope_base_local: float = 10_000.0
     rope_base_global: float = 1_000_000.0
     rope_scale_local: float = 1.0
@@ -168,6 +175,8 @@ class DecoderConfig:
     rope_high_rotations: float = 32.0
     rope_truncate: bool = True
     rope_attention_factor: float | None = None
+    rope_short_factors: tuple[float, ...] | None = None
+    rope_long_factors: tuple[float, ...] | None = None
     norm_epsilon: float = 1e-6
     norm_unit_offset: bool = True
     pre_norms: bool = True
@@ -192,8 +201,10 @@ class DecoderConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
-        if self.layer_types is not None:  # a list is not hashable; a configuration is
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for name in ("layer_types", "rope_short_factors", "rope_long_factors"):
+            # A list is not hashable; a configuration is.
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(values))
         problems = [
             problem
             for prefix, group in (("", self), ("lora.", self.lora))
@@ -268,6 +279,11 @@ class DecoderConfig:
             )
 
     def _rope_problems(self) -> Iterator[Problem]:
+        if self.rope_dims and (self.rope_dims % 2 or self.rope_dims > self.head_dim):
+            yield (
+                f"rope_dims = {self.rope_dims}, head_dim = {self.head_dim}",
+                f"use an even rope_dims of {self.head_dim} or less",
+            )
         for name, kinds in _ROPE_KINDS_OF.items():
             value = getattr(self, name)
             if self.rope_kind not in kinds and value != getattr(DecoderConfig, name):
@@ -277,7 +293,9 @@ class DecoderConfig:
                 )
         if self.rope_kind == "linear":
             return
-        if self.rope_scale_local == self.rope_scale_global == 1:
+        if self.rope_kind == "longrope":
+            yield from self._longrope_problems()
+        elif self.rope_scale_local == self.rope_scale_global == 1:
             yield (
                 f"rope_kind = {self.rope_kind!r}, but no layer is scaled",
                 "use a rope_scale_global or rope_scale_local above 1, or leave out "
@@ -300,6 +318,17 @@ class DecoderConfig:
                 f"rope_kind = 'yarn', and a base of {least}",
                 "use rope_base_local and rope_base_global above 1",
             )
+
+    def _longrope_problems(self) -> Iterator[Problem]:
+        if not self.rope_scale_local == self.rope_scale_global == 1:
+            yield (
+                "rope_kind = 'longrope', and a scale of the context",
+                "leave out rope_scale_local and rope_scale_global",
+            )
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors, count = getattr(self, name) or (), self.rotated_dims // 2
+            if len(factors) != count or not all(0 < x < math.inf for x in factors):
+                yield f"{name} = {[*factors]}", f"use {count} positive numbers"
 
     def _lora_problems(self) -> Iterator[Problem]:
         lora, sizes = self.lora, self.projections
@@ -339,6 +368,26 @@ class DecoderConfig:
             return ()
         targets = self.lora.targets
         return tuple(self.projections if targets is None else dict.fromkeys(targets))
+
+    @property
+    def rotated_dims(self) -> int:
+        """How many dims of a head are rotated."""
+        return self.head_dim if self.rope_dims is None else self.rope_dims
+
+    def check_length(self, length: int) -> None:
+        """Check that the rotary frequencies hold for rows of so many tokens.
+
+        Raises:
+          ModelShapeError: [T405] they do not.
+        """
+        most = self.rope_original_length
+        if self.rope_kind == "longrope" and most is not None and length > most:
+            raise ModelShapeError(
+                "longer rows have other rotary frequencies, which are not computed",
+                got=f"{length} tokens, rope_kind = 'longrope', "
+                f"rope_original_length = {most}",
+                fix=f"use rows of {most} tokens or less, answers included",
+            )
 
     def is_global(self, layer: int) -> bool:
         """Whether a layer (counted from 0) attends to the whole sequence."""

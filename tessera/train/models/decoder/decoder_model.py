@@ -280,6 +280,7 @@ class DecoderModel(Model):
     ) -> tuple[Array, Statistics]:
         """See ``Model.run_blocks``; ``segment_ids`` may be None."""
         config, segment_ids = self.config, batch["segment_ids"]
+        config.check_length(hidden.shape[1])
         attention = layer_attention(config, hidden.shape[1], segment_ids, place)
         graphdef, layers = nnx.split(self.merge(params).decoder)
         count = config.num_layers

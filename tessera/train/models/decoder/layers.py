@@ -173,17 +173,20 @@ def rotate(
     x_BSHK: Float[Array, "batch seq heads head_dim"],
     rotation: Rotation,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each pair (k, k + head_dim / 2) by its angle; float32 inside.
+    """Rotate each pair (k, k + rope_dims / 2) by its angle; float32 inside.
 
     Source: arXiv 2104.09864.
     """
     cos, sin = (f(rotation.angles)[:, :, None] for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    pairs, rest_BSHK = jnp.split(x_BSHK, [2 * half], axis=-1)
+    first, second = jnp.split(pairs.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     out_BSHK = jnp.concatenate(rotated, axis=-1)
     if rotation.factor is not None:
         out_BSHK = out_BSHK * rotation.factor
-    return out_BSHK.astype(x_BSHK.dtype)
+    out_BSHK = out_BSHK.astype(x_BSHK.dtype)
+    return jnp.concatenate([out_BSHK, rest_BSHK], -1) if rest_BSHK.size else out_BSHK
 
 
 class Attention(nnx.Module):
@@ -205,8 +208,14 @@ class Attention(nnx.Module):
             dims = {"layers": config.num_layers, "heads": config.num_heads}
             self.sinks = parameter(jax.nn.initializers.zeros, None, dims)
         if config.qk_norm:
-            self.query_norm = self._norm(config.num_heads)
-            self.key_norm = self._norm(config.num_kv_heads)
+            joint, width = config.qk_norm_joint, config.head_dim
+            self.query_norm, self.key_norm = (
+                RMSNorm(
+                    {"layers": config.num_layers, "norm": width * (n if joint else 1)},
+                    config,
+                )
+                for n in (config.num_heads, config.num_kv_heads)
+            )
 
     def __call__(
         self,
@@ -223,8 +232,8 @@ class Attention(nnx.Module):
         k_BTGK = checkpoint_name(k_BTGK, "key")
         v_BTGK = checkpoint_name(v_BTGK, "value")
         if self.config.qk_norm:
-            q_BSHK = self._normalized(self.query_norm, q_BSHK)
-            k_BTGK = self._normalized(self.key_norm, k_BTGK)
+            q_BSHK = normalized(self.query_norm, q_BSHK)
+            k_BTGK = normalized(self.key_norm, k_BTGK)
         turn = recomputed(rotate)
         q_BSHK = turn(q_BSHK, rotation) * self.config.query_scale
         k_BTGK = turn(k_BTGK, rotation)
@@ -237,16 +246,13 @@ class Attention(nnx.Module):
         out_BSHK = attend(q_BSHK, k_BTGK, v_BTGK, *sinks)
         return self.output(place.constrain(out_BSHK, *HEADS), place)
 
-    def _norm(self, heads: int) -> RMSNorm:
-        config, layers = self.config, {"layers": self.config.num_layers}
-        if config.qk_norm_joint:
-            return RMSNorm(layers | {"norm": heads * config.head_dim}, config)
-        return RMSNorm(layers | {"head_dim": config.head_dim}, config)
 
-    def _normalized(self, norm: RMSNorm, x_BSHK: Array) -> Array:
-        if not self.config.qk_norm_joint:
-            return norm(x_BSHK)
-        return norm(x_BSHK.reshape(*x_BSHK.shape[:2], -1)).reshape(x_BSHK.shape)
+def normalized(
+    norm: RMSNorm, x_BSHK: Float[Array, "batch seq heads head_dim"]
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Each head normalized, or all of a token as one vector for a norm that wide."""
+    width = norm.scale.shape[-1]
+    return norm(x_BSHK.reshape(*x_BSHK.shape[:2], -1, width)).reshape(x_BSHK.shape)
 
 
 def soft_capped(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

@@ -2,7 +2,7 @@
 """The frequencies of rotary embeddings, and how a longer context scales them.
 
 Sources: RoFormer, arXiv 2104.09864; linear scaling, arXiv 2306.15595; YaRN, arXiv
-2309.00071; Llama 3, arXiv 2407.21783.
+2309.00071; Llama 3, arXiv 2407.21783; LongRoPE, arXiv 2402.13753.
 """
 
 import math
@@ -19,7 +19,8 @@ class Rotation(NamedTuple):
 
     Attributes:
       positions: Of the tokens, int32 ``[#B, S]``.
-      frequencies: Of each pair of dims, in radians per position, f32 ``[K / 2]``.
+      frequencies: Of each pair of rotated dims, in radians per position, f32
+        ``[rope_dims / 2]``.
       factor: Of the rotated queries and keys, an f32 scalar; None is 1.
     """
 
@@ -56,7 +57,7 @@ def frequencies(config: DecoderConfig, kind: str) -> tuple[Array, float]:
       kind: ``local`` or ``global``.
 
     Returns:
-      Radians per position, f32 ``[K / 2]``, and the factor.
+      Radians per position, f32 ``[rope_dims / 2]``, and the factor.
 
     Example:
       >>> from tessera.train.models.named_models import config_of
@@ -69,8 +70,11 @@ def frequencies(config: DecoderConfig, kind: str) -> tuple[Array, float]:
         if kind == "global"
         else (config.rope_base_local, config.rope_scale_local)
     )
-    dims = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32)
-    unscaled = base ** -(dims / config.head_dim)
+    dims = jnp.arange(0, config.rotated_dims, 2, dtype=jnp.float32)
+    unscaled = base ** -(dims / config.rotated_dims)
+    if config.rope_kind == "longrope":
+        factors = jnp.array(config.rope_short_factors, jnp.float32)
+        return unscaled / factors, config.rope_attention_factor or 1.0
     if config.rope_kind == "linear" or scale == 1:
         return unscaled / scale, 1.0
     length = config.rope_original_length
@@ -97,12 +101,12 @@ def _ramp_dims(config: DecoderConfig, base: float, length: int) -> tuple[float, 
 
     def pair_of(rotations: float) -> float:
         ratio = math.log(length / (2 * math.pi * rotations)) / math.log(base)
-        return config.head_dim * ratio / 2
+        return config.rotated_dims * ratio / 2
 
     first = pair_of(config.rope_high_rotations)
     last = pair_of(config.rope_low_rotations)
     if config.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     # The upper bound counts dims and not pairs, as in the paper's own program.
-    first, last = max(first, 0), min(last, config.head_dim - 1)
+    first, last = max(first, 0), min(last, config.rotated_dims - 1)
     return first, last + 0.001 if first == last else last

@@ -237,7 +237,7 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         theta, scale = config.rope_base_local, config.rope_scale_local
     if scale != 1:
         rope = {"rope_type": config.rope_kind, "factor": scale}
-    if config.rope_kind != "linear":
+    if config.rope_kind in _ROTATION_KEYS:
         low, high = _ROTATION_KEYS[config.rope_kind]
         if config.rope_kind == "yarn":
             rope["truncate"] = config.rope_truncate

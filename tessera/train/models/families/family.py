@@ -122,13 +122,12 @@ class StoredTensor:
             own = row.shape(shapes[row.path])
             for index in np.ndindex(shapes[row.path][: row.num_stacked]):
                 name = row.tensor_name(index)
-                if name not in tensors:
-                    tensors[name] = cls(own)
-                else:
-                    sizes = [*tensors[name].shape]
+                tensor = tensors.setdefault(name, cls(own))
+                if tensor.pieces:
+                    sizes = [*tensor.shape]
                     sizes[row.axis] += own[row.axis]
-                    tensors[name].shape = tuple(sizes)
-                tensors[name].pieces.append((row, index))
+                    tensor.shape = tuple(sizes)
+                tensor.pieces.append((row, index))
         return tensors
 
     def joined(self, read: Callable[[str], np.ndarray]) -> np.ndarray:

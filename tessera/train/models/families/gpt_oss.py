@@ -23,13 +23,8 @@ from tessera.train.models.families.dense import (
 from tessera.train.models.families.family import Family, Part, Tensor
 
 _DEFAULTS: Final = {
-    "vocab_size": 201_088,
-    "hidden_size": 2880,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "intermediate_size": 2880,
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
 }

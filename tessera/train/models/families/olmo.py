@@ -36,9 +36,8 @@ def _read_olmo3(keys: ConfigKeys) -> dict[str, Any]:
     keys.expect("hidden_act", "silu")
     local = read_rope(keys, "sliding_attention")
     whole = read_rope(keys, "full_attention")
-    if "rope_theta" not in keys.take_part("rope_parameters").take_part(
-        "sliding_attention"
-    ):
+    own = keys.take_part("rope_parameters").take_part("sliding_attention")
+    if "rope_theta" not in own:
         # Versions of Transformers differ in whether layers with a window read it.
         keys.expect("rope_theta", _THETA)
     read_rope_kind(local)

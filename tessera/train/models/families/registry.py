@@ -150,6 +150,9 @@ def _computation(config: DecoderConfig) -> dict[str, Any]:
     # Fields that say the same in several ways.
     values["layer_types"] = config.layer_kinds
     values["query_pre_attn_scalar"] = config.query_pre_attn_scalar or config.head_dim
+    values["rope_dims"] = config.rotated_dims
+    if config.rope_kind == "longrope":
+        values["rope_attention_factor"] = config.rope_attention_factor or 1.0
     del values["global_every"]
     # Fields of a kind that no layer has.
     for kind, names in FIELDS_OF_KIND.items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,34 @@ def test_yarn_needs_a_base_above_one(base: str) -> None:
     yarn = {"rope_kind": "yarn", "rope_scale_global": 4.0, "rope_original_length": 32}
     with pytest.raises(ModelShapeError, match=r"a base of 1\.0"):
         dataclasses.replace(config_of("tiny"), **yarn, **{base: 1.0})
+
+
+LONGROPE = {
+    "rope_kind": "longrope",
+    "rope_original_length": 64,
+    "rope_short_factors": (1.0,) * 16,
+    "rope_long_factors": (2.0,) * 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"rope_dims": 3}, "rope_dims = 3, head_dim = 32"),
+        ({"rope_dims": 34}, "rope_dims = 34, head_dim = 32"),
+        ({"rope_long_factors": (1.0,)}, "rope_long_factors = .*, rope_kind = 'linear'"),
+        (LONGROPE | {"rope_scale_global": 2.0}, "a scale of the context"),
+        (LONGROPE | {"rope_original_length": None}, "rope_original_length = None"),
+        (LONGROPE | {"rope_short_factors": None}, r"rope_short_factors = \[\]"),
+        (LONGROPE | {"rope_dims": 16}, "rope_short_factors = "),
+        (LONGROPE | {"rope_long_factors": (0.0,) * 16}, "rope_long_factors = "),
+    ],
+    ids=str,
+)
+def test_rotary_settings_that_do_not_fit_are_refused(change: Any, line: str) -> None:
+    dataclasses.replace(config_of("tiny"), **LONGROPE)
+    with pytest.raises(ModelShapeError, match=line):
+        dataclasses.replace(config_of("tiny"), **change)
 
 
 def test_one_norm_of_all_heads_needs_norms_of_queries_and_keys() -> None:

@@ -2,16 +2,23 @@
 """The folders of Phi, which have one tensor for several matmuls."""
 
 import dataclasses
+import json
+import math
 
 import jax
 import numpy as np
 import pytest
 
-from tessera.errors import ModelFolderError, WeightFileError
+from tessera.errors import ModelFolderError, ModelShapeError, WeightFileError
 from tessera.foundations.tree import named_leaves
-from tessera.train.models import DecoderModel, from_pretrained, save_pretrained
+from tessera.train.models import (
+    DecoderModel,
+    from_pretrained,
+    generate,
+    save_pretrained,
+)
 from tessera.train.models.decoder.config import LoraConfig
-from tessera.train.models.families.registry import family_for, family_of
+from tessera.train.models.families.registry import differences, family_for, family_of
 from tessera.train.models.model_folder import ModelFolder
 from tessera.train.models.write_folder import write_adapters
 from tests.train.models.published_folders import tensor, write_folder
@@ -67,27 +74,74 @@ def test_values_that_are_left_out_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75: only 1.0"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5: only 1.0",
-        ),
-        (
-            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "rope_type = 'longrope': only 'default'",
-        ),
         # Which Transformers takes for longrope.
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope_type = 'yarn': only 'default'",
+            "rope_type = 'yarn': only 'default' or 'longrope'",
         ),
         ({"attention_bias": True}, "attention_bias = True: only False"),
-        ({"resid_pdrop": 0.1}, "resid_pdrop = 0.1: only 0.0"),
+        ({"resid_pdrop": 0.1}, "resid_pdrop = 0.1: only 0"),
+        ({"lm_head_bias": True}, "lm_head_bias = True: only 0"),
     ],
     ids=str,
 )
 def test_what_a_phi_computes_otherwise_is_refused(changes, line):
     assert line in refusal(**changes)
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "max_position_embeddings": 256,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": {"type": "longrope", "short_factor": [2], "long_factor": [3.5]},
+}
+
+
+FACTORS = {"rope_short_factors": (1.0, 1.0), "rope_long_factors": (1.0, 1.0)}
+
+
+def test_longrope_is_read_in_each_spelling_and_written():
+    config = family_of(VALUES).config(VALUES | LONGROPE)
+    assert (config.rope_dims, config.rope_original_length) == (2, 32)
+    assert (config.rope_short_factors, config.rope_long_factors) == ((2,), (3.5,))
+    assert config.rope_attention_factor == pytest.approx(math.sqrt(1 + 3 / 5))
+    rope = {**LONGROPE["rope_scaling"], "rope_type": "longrope"}
+    current = {"rope_scaling": None, "rope_parameters": rope | {"type": None}}
+    assert family_of(VALUES).config(VALUES | LONGROPE | current) == config
+    family = family_for(config)
+    assert family.name == "phi3"
+    values = json.loads(json.dumps(family.values(config)))
+    assert not differences(config, family.config(values))
+    whole = dataclasses.replace(config, rope_dims=4, **FACTORS)
+    assert differences(config, whole)[0] == "rope_dims = 2, not 4"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"short_factor": [2, 3]}, "rope_short_factors = [2, 3]"),
+        ({"long_factor": [-1]}, "rope_long_factors = [-1]"),
+    ],
+    ids=str,
+)
+def test_there_is_one_factor_for_each_frequency(change, line):
+    values = VALUES | LONGROPE
+    values = values | {"rope_scaling": {**values["rope_scaling"], **change}}
+    with pytest.raises(ModelShapeError) as caught:
+        family_of(values).config(values)
+    assert line in caught.value.got
+
+
+def test_rows_of_other_frequencies_are_refused():
+    """In training, and in generation where the answer would pass the length."""
+    model = DecoderModel(family_of(VALUES).config(VALUES | LONGROPE))
+    params = model.init(jax.random.key(0))
+    assert model.apply(params, np.zeros((1, 32), "i4")).shape == (1, 32, 48)
+    with pytest.raises(ModelShapeError, match="33 tokens, rope_kind = 'longrope'"):
+        model.apply(params, np.zeros((1, 33), "i4"))
+    generate(model, params, [[1] * 30], 2, jax.random.key(0))
+    with pytest.raises(ModelShapeError, match="rope_original_length = 32"):
+        generate(model, params, [[1] * 30], 4, jax.random.key(0))
 
 
 def test_a_tensor_is_cut_into_its_parameters_and_written_whole_again(tmp_path):

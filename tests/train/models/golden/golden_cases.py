@@ -180,6 +180,21 @@ CASES = {
             "original_max_position_embeddings": 32,
         },
     },
+    "phi3_longrope": {
+        **_LLAMA,
+        "model_type": "phi3",
+        "head_dim": 6,  # as Transformers checks the factors
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": 0.67,
+        "rope_parameters": {
+            **_BASE,
+            "rope_type": "longrope",
+            "short_factor": [1.5, 2.5],
+            "long_factor": [3.0, 5.0],
+        },
+    },
     "phi3": {
         **_LLAMA,
         "model_type": "phi3",
