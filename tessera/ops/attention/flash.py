@@ -106,13 +106,13 @@ def flash_attention(  # noqa: PLR0913
     width, dynamic_width = _static_or_dynamic(window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = Options(causal, scale, width, soft_cap)
-    if sinks is not None and jnp.shape(sinks) != q.shape[1:2]:
+    sinks = None if sinks is None else as_array(sinks).astype(jnp.float32)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
         raise OperandError(
             "flash_attention takes one sink for each head",
-            got=f"sinks {jnp.shape(sinks)}, queries {q.shape}",
+            got=f"sinks {sinks.shape}, queries {q.shape}",
             fix=f"pass numbers of shape {q.shape[1:2]}",
         )
-    sinks = None if sinks is None else as_array(sinks).astype(jnp.float32)
     operands = Operands(*varying_alike(q, k, v, segments, dynamic_width, sinks))
     if narrow := wire_of(q.dtype):
         # No pass can change the matmuls inside of a kernel.

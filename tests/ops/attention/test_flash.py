@@ -314,7 +314,7 @@ def test_a_sink_takes_a_share_of_the_softmax_and_has_no_value(name):
         np.testing.assert_allclose(one, other, atol=5e-5)
 
 
-@pytest.mark.parametrize("sinks", [np.ones(5, "f4"), np.ones((2, 4), "f4"), np.ones(3)])
+@pytest.mark.parametrize("sinks", [np.ones(5, "f4"), np.ones((2, 4), "f4"), [1, 2]])
 def test_sinks_are_one_number_for_each_head(sinks):
     q, k, v = drawn()
     with pytest.raises(OperandError, match="one sink for each head"):
