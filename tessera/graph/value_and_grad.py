@@ -73,6 +73,9 @@ def grad(
 
         gradients = ts.grad(loss_of)(weights, x, y)
 
+    Outside of steps what it then returns is compiled at its first call, so keep it for
+    the next one.
+
     Args:
       loss: One floating-point number, computed in the function being traced; or a
         function, as for ``ts.value_and_grad``.
