@@ -146,9 +146,10 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
     The settings of resuming itself are expected to differ and are left out.
     """
     try:
-        written = parse_yaml(before)
-        rename_settings(written)
-        old, new = dict(walk(written)), dict(walk(parse_yaml(now)))
+        both = parse_yaml(before), parse_yaml(now)
+        for each in both:
+            rename_settings(each)
+        old, new = (dict(walk(each)) for each in both)
     except (ValueError, AttributeError):
         yield "the configuration in the checkpoint is malformed"
         return

@@ -131,6 +131,7 @@ def rename_settings(values: dict[str, Any]) -> None:
     for group, names in _GONE.items():
         for name in names:
             values.get(group, {}).pop(name, None)
+    values.setdefault("recipe", "none")
     training, model = values.get("training", {}), values.get("model", {})
     if model.get("capacity_factor", 0) is None:  # another number made another model
         del model["capacity_factor"]
