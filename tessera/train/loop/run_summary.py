@@ -118,7 +118,8 @@ def _optimizer(settings: Config, mesh: Mesh) -> str:
         chosen.learning_rate, groups, chosen.scale_learning_rate
     )
     steps = chosen.warmup(settings.training.steps)
-    warmup = f"{steps:,} steps of warm-up, then {chosen.schedule}"
+    unit = "step" if steps == 1 else "steps"
+    warmup = f"{steps:,} {unit} of warm-up, then {chosen.schedule}"
     return f"{chosen.name}, learning rate {rate:g}: {warmup}"
 
 
