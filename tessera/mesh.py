@@ -436,11 +436,22 @@ def opened_or_none(*, takes_jaxs: bool = True) -> Mesh | None:
       takes_jaxs: Whether it may be one of JAX, opened by ``jax.set_mesh``; else it is
         None there.
     """
-    opened, ambient = _opened.get(), jaxprs.ambient_mesh()
+    ambient = jaxprs.ambient_mesh()
+    mesh = opened_within(ambient)
+    if mesh is None and ambient is not None and takes_jaxs:
+        return mesh_of_jax(ambient)
+    return mesh
+
+
+def opened_within(ambient: JaxMesh | None) -> Mesh | None:
+    """The mesh of the innermost ``with mesh:``, if no mesh of JAX was opened inside.
+
+    Args:
+      ambient: The mesh of ``jax.set_mesh``, if one is open.
+    """
+    opened = _opened.get()
     mesh, around = opened[-1] if opened else (None, None)
-    if ambient is None or ambient is around:
-        return mesh
-    return mesh_of_jax(ambient) if takes_jaxs else None
+    return mesh if ambient is None or ambient is around else None
 
 
 def manual_axes() -> Mapping[str, int]:

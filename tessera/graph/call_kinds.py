@@ -10,7 +10,7 @@ from tessera.graph.compile_stages import Compiled
 from tessera.graph.tracer.arguments import Call, ProgramMismatch
 from tessera.graph.tracer.static_values import ATOMS, StaticValue
 from tessera.jax_compat import jaxprs
-from tessera.mesh import opened_or_none
+from tessera.mesh import opened_within
 from tessera.tracing import casts, scope
 
 # How many kinds of calls of one function find their program quickly.
@@ -81,9 +81,10 @@ class CallKind:
 
 def context_key() -> Any:
     """What a program depends on besides its function and arguments."""
+    ambient = jaxprs.ambient_mesh()
     return (
-        opened_or_none(),
-        jaxprs.ambient_mesh(),
+        opened_within(ambient),
+        ambient,
         casts.current_autocast(),
         scope.current_plan(),
         jaxprs.trace_settings(),

@@ -36,6 +36,7 @@ KNOWN = {
         "sys.executable",
     ): "the user's file, in its folder",
     ("train/commands/doctor.py", "subprocess.run"): "python_command",
+    ("train/commands/launch.py", "subprocess.call"): "the command of launch_options",
     ("train/commands/train.py", "subprocess.run"): "module_command",
     ("train/planner/auto_layout.py", "subprocess.run"): "python_command",
     ("train/config/sweep.py", "subprocess.Popen"): "module_command",
