@@ -208,13 +208,12 @@ class Attention(nnx.Module):
             dims = {"layers": config.num_layers, "heads": config.num_heads}
             self.sinks = parameter(jax.nn.initializers.zeros, None, dims)
         if config.qk_norm:
-            joint, width = config.qk_norm_joint, config.head_dim
+            counts = config.num_heads, config.num_kv_heads
+            widths = counts if config.qk_norm_joint else (1, 1)
+            layers = {"layers": config.num_layers}
             self.query_norm, self.key_norm = (
-                RMSNorm(
-                    {"layers": config.num_layers, "norm": width * (n if joint else 1)},
-                    config,
-                )
-                for n in (config.num_heads, config.num_kv_heads)
+                RMSNorm(layers | {"head_dim": n * config.head_dim}, config)
+                for n in widths
             )
 
     def __call__(
