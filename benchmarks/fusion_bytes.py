@@ -91,7 +91,7 @@ def parts(config: DecoderConfig) -> dict[str, tuple[Callable[..., Any], list[Any
         return turn(queries, rotation), turn(keys, rotation)
 
     def gate(gate: Any, up: Any) -> Any:
-        return GATES[config.activation](gate) * up
+        return GATES[config.activation](gate, up)
 
     scale = array(config.d_model, dtype="float32")
     positions = array(1, LENGTH, dtype="int32")

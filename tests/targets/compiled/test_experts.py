@@ -48,7 +48,7 @@ def gradients(x, weights):
 @cache
 def compiled(target, run):
     wide, narrow = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
-    shapes = Weights((WIDTH, EXPERTS), wide, wide, narrow)
+    shapes = (WIDTH, EXPERTS), wide, wide, narrow
     weights = Weights(*(array(*shape) for shape in shapes))
     return on_one_device(target, run, array(1, TOKENS, WIDTH), weights)
 
