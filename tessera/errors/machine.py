@@ -43,7 +43,7 @@ class MissingRanksError(TesseraError, ValueError):
 
 
 class RanksDifferError(TesseraError, ValueError):
-    """Ranks differ in settings, versions, code or devices."""
+    """Ranks differ in settings, versions, code, devices, or arguments of a step."""
 
     code = "T707"
     exit_code = 76

@@ -26,6 +26,7 @@ from tessera.graph.flax_errors import changes_explained, finish
 from tessera.graph.jit_options import NO_ARGUMENTS, StaticArguments
 from tessera.graph.lower.lower_to_jit import jitted
 from tessera.graph.pass_runner import check_names
+from tessera.graph.process_agreement import check_processes
 from tessera.graph.recompilations import Recompilations
 from tessera.graph.torch_methods import methods_explained
 from tessera.graph.tracer.arguments import (
@@ -188,6 +189,8 @@ class Function:
             return self._with_objects(self._run_arrays, args, kwargs)
         call, context = self._flatten(args, kwargs), context_key()
         program = self._program(call, to_run=True)
+        if jax.process_count() > 1:
+            check_processes(call, program.compiled.traced)
         kind = CallKind.of(program, call)
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = kind.arrays_of(leaves)
