@@ -10,7 +10,7 @@ a program keeps them.
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 from tessera.annotations.tensor import is_array
@@ -142,7 +142,28 @@ def _function(value: FunctionType, around: tuple[int, ...]) -> Hashable:
             cells.append(_ByIdentity(cell))
     given = (value.__defaults__, value.__kwdefaults__, value.__dict__)
     code = (_ByIdentity(value.__code__), _ByIdentity(value.__globals__))
-    return *code, _parts(cells, around), _parts(given, around)
+    read = tuple(
+        _global(value.__globals__[name], value, around)
+        for name in _names(value.__code__)
+        if name in value.__globals__
+    )
+    return *code, _parts(cells, around), _parts(given, around), read
+
+
+def _global(found: Any, value: FunctionType, around: tuple[int, ...]) -> Hashable:
+    """The key of what a function reads of its module; functions of others stay."""
+    if type(found) is FunctionType and found.__globals__ is not value.__globals__:
+        return _ByIdentity(found)
+    return _part(found, around)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The names that code may read from its module: those of attributes, too."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return tuple(
+        dict.fromkeys((*code.co_names, *(n for names in inner for n in names)))
+    )
 
 
 def _parts(values: Any, around: tuple[int, ...]) -> Hashable:

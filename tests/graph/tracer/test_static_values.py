@@ -176,3 +176,41 @@ def test_a_function_whose_variable_changes_is_another():
     assert before.is_equivalent(step)
     step()
     assert not before.is_equivalent(step)
+
+
+NOTEBOOK = """
+scale, table = 1.0, [1.0]
+
+
+def helper(x):
+    return x * scale + table[0]
+
+
+def make():
+    return lambda x: helper(x)
+"""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "scale = 2.0",
+        "table.append(2.0)",
+        "table = jnp.ones(1)",
+        "def helper(x): return x",
+    ],
+)
+def test_a_new_function_is_another_if_what_it_reads_of_its_module_changed(change):
+    module = {"jnp": jnp}
+    exec(NOTEBOOK, module)
+    one = StaticValue.of(module["make"]())
+    assert one.is_equivalent(module["make"]())
+    exec(change, module)
+    assert not one.is_equivalent(module["make"]())
+
+
+def test_functions_of_other_modules_do_not_change():
+    module = {"closing_over": closing_over, "np": np}
+    exec("def make(): return lambda: closing_over(np)", module)
+    one = StaticValue.of(module["make"]())
+    assert one.is_equivalent(module["make"]())
