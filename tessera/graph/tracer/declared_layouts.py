@@ -212,8 +212,9 @@ def declared_layouts(
         raise LayoutMismatchError(
             f"{options.name!r} is given arrays that are not laid out as declared",
             got="\n".join(wrong),
-            fix="move them first: jax.device_put(x, spec.named(x.shape, mesh))\n"
-            "or leave them out of in_specs, and they keep their own layout",
+            fix="move them first: jax.device_put(x, NamedSharding(mesh.jax, P(...)))\n"
+            "or leave them out of in_specs, and they keep their own layout\n"
+            "or declare the layout of those that a call returns in out_specs",
         )
     return layouts
 

@@ -209,8 +209,9 @@ def test_arrays_that_are_laid_out_otherwise_are_all_listed(grid_mesh):
         "[T205] '<lambda>' is given arrays that are not laid out as declared\n"
         "  got: x: declared P('dp',), given P('tp',)\n"
         "  got: y: declared P(), given P(None, 'dp')\n"
-        "  fix: move them first: jax.device_put(x, spec.named(x.shape, mesh))\n"
+        "  fix: move them first: jax.device_put(x, NamedSharding(mesh.jax, P(...)))\n"
         "  fix: or leave them out of in_specs, and they keep their own layout\n"
+        "  fix: or declare the layout of those that a call returns in out_specs\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T205.html"
     )
 
