@@ -207,7 +207,7 @@ def test_arrays_of_both_types_of_axes_do_not_meet_in_one_step(mesh):
         "[T308] the inputs of one step live on different meshes\n"
         f"  got: x × y mesh, 4 × 2 of devices {ids}, Explicit axes: x\n"
         f"  got: x × y mesh, 4 × 2 of devices {ids}: y\n"
-        "  fix: put them on one mesh: jax.device_put(x, NamedSharding(mesh.jax, P(...)))\n"
+        "  fix: put them on one: jax.device_put(x, NamedSharding(mesh.jax, P(...)))\n"
         f"{FIX}"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T308.html"
     )

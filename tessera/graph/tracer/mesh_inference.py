@@ -61,7 +61,7 @@ def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | Non
                 + f": {', '.join(names)}"
                 for mesh, names in found.items()
             ),
-            fix="put them on one mesh: jax.device_put(x, NamedSharding(mesh.jax, P(...)))"
+            fix="put them on one: jax.device_put(x, NamedSharding(mesh.jax, P(...)))"
             + (f"\n{AUTO_AXES}" if any(m.explicit_axes for m in found) else ""),
         )
     return next(iter(found), None)

@@ -307,8 +307,8 @@ class _Flags(ArgumentParser):
         raise UnknownSettingError(
             "unknown flag",
             got=message,
-            fix="use --help, --print-config, --module or --multirun, or write settings "
-            "as group.setting=value",
+            fix="use --help, --print-config, --module or --multirun; settings have no "
+            "dashes: optimizer.learning_rate=1e-4, training.dry_run=true",
         )
 
 

@@ -173,9 +173,7 @@ class ChatTemplate:
                 if not (text.startswith(answered) and answered.startswith(prompt)):
                     raise ConversationError(
                         f"the template writes the messages up to {number + 1} in "
-                        "another way when more follow, so the answer is not known; "
-                        "mark it by {% generation %} in the template, or learn all "
-                        "that is written: data.loss_on=all"
+                        "another way when more follow, so the answer is not known"
                     )
                 is_learned = not is_unlearned(message)
                 yield AnswerRange(len(prompt), len(answered), is_learned)

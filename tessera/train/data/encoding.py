@@ -15,7 +15,7 @@ from tessera.train.data.chat_template import (
     is_unlearned,
 )
 from tessera.train.data.data_config import DataConfig
-from tessera.train.data.records import Record, bad_record
+from tessera.train.data.records import Record, bad_conversation
 from tessera.train.data.template_process import TemplateProcess
 from tessera.train.data.tokenization import (
     Ids,
@@ -102,7 +102,7 @@ class Encoder:
             raise _not_utf8(record, error) from error
         except ConversationError as error:
             unit, offset = record.unit, record.offset
-            raise bad_record(unit, offset, str(error), self._config) from error
+            raise bad_conversation(unit, offset, str(error)) from error
         if out_of_vocabulary(ids, self._vocab_size).size:
             check_tokens(
                 record.name,

@@ -270,3 +270,16 @@ def bad_record(
         got=f"{unit.path}, {position}: {reason}",
         fix=fix,
     )
+
+
+def bad_conversation(unit: Unit, offset: int, reason: str) -> BadRecordError:
+    """The error for messages that the chat template cannot write, or not for this."""
+    position = _position(unit, offset).removeprefix(", ")
+    return BadRecordError(
+        f"{position} of the data file {unit.name!r} is a conversation that the chat "
+        "template cannot use",
+        got=f"{unit.path}, {position}: {reason}",
+        fix="correct the record, or leave it out\n"
+        "if answers are not found, learn all that is written: data.loss_on=all\n"
+        "or mark them by {% generation %} in the chat template of the model's folder",
+    )

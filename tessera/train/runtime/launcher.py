@@ -110,6 +110,7 @@ class Launcher:
                 attempt = self._start(number, Path(name))
                 failure = attempt.watch()
                 if failure is None:
+                    self._note_unjoined(attempt)
                     return exit_codes.SUCCESS
                 code = exit_codes.shell_exit_code(failure.returncode)
                 if failure.is_requested_stop:
@@ -151,6 +152,14 @@ class Launcher:
                 )
             )
         return attempt
+
+    def _note_unjoined(self, attempt: "Attempt") -> None:
+        """Log that the ranks may have computed each for itself."""
+        if len(attempt.ranks) > 1 and not any(r.status.phase for r in attempt.ranks):
+            self._log(
+                "no rank used tessera's joined(...): unless the program connects its "
+                "processes itself, each has run alone, on its own devices"
+            )
 
     def _report(self, attempt: "Attempt", failure: Failure) -> None:
         """Log the failure; what a person has to read comes last."""

@@ -46,7 +46,7 @@ def test_arrays_on_two_meshes_have_none_in_common(dp_mesh):
         "[T308] the inputs of one step live on different meshes\n"
         "  got: dp mesh, 8 of devices (0, 1, 2, 3, 4, 5, 6, 7): x, z\n"
         "  got: dp × tp mesh, 2 × 4 of devices (7, 6, 5, 4, 3, 2, 1, 0): y\n"
-        "  fix: put them on one mesh: jax.device_put(x, NamedSharding(mesh.jax, P(...)))\n"
+        "  fix: put them on one: jax.device_put(x, NamedSharding(mesh.jax, P(...)))\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T308.html"
     )
 

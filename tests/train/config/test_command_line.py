@@ -309,8 +309,8 @@ def test_an_unknown_flag_says_what_to_use(capsys):
     assert (code, calls) == (2, [])
     assert (
         "  got: unrecognized arguments: --experimental-rerun=x\n"
-        "  fix: use --help, --print-config, --module or --multirun, or write settings "
-        "as group.setting=value\n"
+        "  fix: use --help, --print-config, --module or --multirun; settings have no "
+        "dashes: optimizer.learning_rate=1e-4, training.dry_run=true\n"
     ) in err
 
 

@@ -101,7 +101,7 @@ def test_an_answer_and_its_end_are_learned_and_nothing_else(
     if rendered(folder, messages) is None:
         pytest.skip("the template refuses it")
     if not marked and (family, name) in UNKNOWN:
-        reason = "so the answer is not known; mark it by"
+        reason = "so the answer is not known"
         with pytest.raises(BadRecordError, match=reason):
             encoded(folder, messages, "answers")
         return
@@ -164,7 +164,8 @@ def test_a_conversation_without_an_answer_is_a_bad_record(tmp_path):
     with pytest.raises(BadRecordError) as caught:
         encoded(folder, turns("hi"), "answers")
     assert str(caught.value).startswith(
-        "[T607] row 3 of the data file 'a.parquet' has no messages\n"
+        "[T607] row 3 of the data file 'a.parquet' is a conversation that the chat "
+        "template cannot use\n"
         "  got: a.parquet, row 3: it has no answer of the role 'assistant'\n"
     )
     assert encoded(folder, turns("hi"), "all") is not None

@@ -73,8 +73,9 @@ def launch(program: str, grace: float = 120.0, **options) -> int:
 def test_any_program_can_be_launched_and_sees_torchruns_variables(capfdbinary):
     program = "import os; e = os.environ; print(e['RANK'], e['WORLD_SIZE'])"
     assert launch(program) == 0
-    said = capfdbinary.readouterr().out.decode().splitlines()
-    assert sorted(said) == ["[rank 0] 0 2", "[rank 1] 1 2"]
+    seen = capfdbinary.readouterr()
+    assert sorted(seen.out.decode().splitlines()) == ["[rank 0] 0 2", "[rank 1] 1 2"]
+    assert b"no rank used tessera's joined(...)" in seen.err
 
 
 @pytest.mark.parametrize("code", [exit_codes.USER_ERROR, exit_codes.WRONG_VALUES])
