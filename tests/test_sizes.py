@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "tessera"
 
 LAYER = {
     "": 950,
-    "analysis": 3_097,
+    "analysis": 3_096,
     "annotations": 741,
     "debug": 773,
     "errors": 424,

@@ -179,8 +179,7 @@ class Inspection:
         """The inspection as aligned plain text."""
         leaf = self._single
         if leaf is None:
-            cells, cut = map(_cells, self.leaves), ("array", "spec")
-            table = aligned(_COLUMNS, cells, right=_COLUMNS[4:6], cut=cut)
+            table = aligned(_COLUMNS, map(_cells, self.leaves), right=_COLUMNS[4:6])
             return "\n".join([table, "", *self._totals()])
         summary = "\n".join(_summary(leaf))
         if not leaf.num_devices:

@@ -68,6 +68,7 @@ def test_the_table_says_mesh_model_state_batch_memory_and_what_is_sent(run):
     assert rows == [
         ("mesh", "fsdp × tp mesh, 4 × 4, abstract"),
         ("model", "small"),
+        ("recipe", "none"),
         ("parameters", "20,800"),
         *(("layout", note) for note in run.model.layout_notes(run.mesh)),
         ("state", dict(rows)["state"]),
