@@ -161,6 +161,7 @@ def test_recipes_of_ones_own(configs):
 # --- what of conversations is learned
 
 
+@pytest.mark.slow(reason="it composes a dozen configurations")
 def test_the_answers_of_conversations_are_learned():
     assert settings(WEIGHTS, *CHATS).data.loss_on == "answers"
     assert note(WEIGHTS, *CHATS).endswith(" data.loss_on=answers")

@@ -132,6 +132,7 @@ def test_there_is_one_factor_for_each_frequency(change, line):
     assert line in caught.value.got
 
 
+@pytest.mark.slow(reason="it compiles two models and a generation")
 def test_rows_of_other_frequencies_are_refused():
     """In training, and in generation where the answer would pass the length."""
     model = DecoderModel(family_of(VALUES).config(VALUES | LONGROPE))
