@@ -253,7 +253,6 @@ def test_a_checkpoint_resumes_on_another_mesh(trained: Any, folder: Path) -> Non
 
 
 @pytest.mark.slow(reason="its first case compiles what the others share")
-@pytest.mark.slow(reason="it compiles a run of its own")
 @pytest.mark.parametrize(
     ("change", "got"),
     [
