@@ -12,7 +12,7 @@ only running on it needs the devices.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
@@ -40,17 +40,13 @@ from tessera.foundations.device_grid import (
     read_pair,
 )
 from tessera.jax_compat import jaxprs, target_devices
+from tessera.jax_compat.traces import manual_axes
 from tessera.targets.device_layout import device_grid
 from tessera.targets.mesh_devices import default_ids, find_devices, no_place
 from tessera.targets.target import Target
 
 __all__ = ("Mesh", "auto", "current")
 
-# The fix in messages about Explicit axes, which are the default of jax.make_mesh.
-AUTO_AXES = (
-    "make the mesh with Auto axes: dist.Mesh(axes, devices), or "
-    "jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))"
-)
 _logger = logging.getLogger("tessera.mesh")
 # The Tessera mesh of each JAX mesh. It cannot be reconstructed if ids are positions,
 # see find_devices.
@@ -452,10 +448,3 @@ def opened_within(ambient: JaxMesh | None) -> Mesh | None:
     opened = _opened.get()
     mesh, around = opened[-1] if opened else (None, None)
     return mesh if ambient is None or ambient is around else None
-
-
-def manual_axes() -> Mapping[str, int]:
-    """Manual axes of the code being traced, with sizes; empty outside SPMD regions."""
-    region = jax.sharding.get_abstract_mesh()
-    manual = set(region.manual_axes)
-    return {axis: region.shape[axis] for axis in region.axis_names if axis in manual}

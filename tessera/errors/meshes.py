@@ -3,6 +3,12 @@
 
 from tessera.errors.base import TesseraError
 
+# The fix in messages about Explicit axes, which are the default of jax.make_mesh.
+AUTO_AXES = (
+    "make the mesh with Auto axes: dist.Mesh(axes, devices), or "
+    "jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))"
+)
+
 
 class MeshShapeError(TesseraError, ValueError):
     """Axes, device nesting and shape do not describe one grid."""

@@ -22,7 +22,7 @@ from tessera.errors import (
 )
 from tessera.foundations.tree import nest, path_name
 from tessera.jax_compat import jaxprs, traces
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 from tessera.ops.operand_layouts import layout_of
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import hint_of_parameters, parameters_of

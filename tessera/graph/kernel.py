@@ -24,6 +24,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from tessera.annotations import bind_call, refuse_options
 from tessera.errors import (
+    AUTO_AXES,
     KernelError,
     MeshConflictError,
     NoMeshError,
@@ -34,7 +35,8 @@ from tessera.graph.function import Function
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat import jaxprs
 from tessera.jax_compat.tracebacks import at_boundary
-from tessera.mesh import AUTO_AXES, Mesh, manual_axes, opened_or_none
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import Mesh, opened_or_none
 from tessera.ops.operand_layouts import (
     as_array,
     is_traced,

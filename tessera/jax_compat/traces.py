@@ -6,7 +6,7 @@ Beside ``jaxprs``: like it, this module may use ``jax._src``.
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -46,6 +46,13 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
     if (mesh := mesh_of_jit()) is not None or isinstance(opened, _MeshOfSpecs):
         return mesh
     return None if opened.physical_mesh.empty else opened.physical_mesh
+
+
+def manual_axes() -> Mapping[str, int]:
+    """Manual axes of the code being traced, with sizes; empty outside SPMD regions."""
+    region = jax.sharding.get_abstract_mesh()
+    manual = set(region.manual_axes)
+    return {axis: region.shape[axis] for axis in region.axis_names if axis in manual}
 
 
 def mesh_of_jit() -> jax.sharding.Mesh | None:

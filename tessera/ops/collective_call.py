@@ -21,7 +21,8 @@ from tessera.errors import (
     UnknownAxisError,
     did_you_mean,
 )
-from tessera.mesh import manual_axes, opened_or_none
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import opened_or_none
 from tessera.ops.operand_layouts import (
     Layout,
     as_array,

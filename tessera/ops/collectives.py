@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tessera.errors import CollectiveError
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 from tessera.ops import device_collectives
 from tessera.ops.collective_call import Axis, Operand, each
 from tessera.ops.device_collectives import Reduction

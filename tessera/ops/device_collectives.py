@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from tessera.errors import ShardDivisibilityError
 from tessera.jax_compat import jaxprs
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 

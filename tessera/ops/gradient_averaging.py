@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tessera.errors import CollectiveError, NoMeshError, did_you_mean
 from tessera.foundations.tree import Tree
 from tessera.jax_compat import jaxprs
-from tessera.mesh import manual_axes, opened_or_none
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import opened_or_none
 from tessera.ops import device_collectives
 from tessera.ops.collective_call import Axis, Operand, each
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import LossScaleError, SettingValueError
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 
 _STATE = ["value", "streak", "stalled", "overflows"]
 _SETTINGS = ["growth", "backoff", "growth_interval", "smallest", "largest", "patience"]

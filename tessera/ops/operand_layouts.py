@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
-from tessera.errors import LayoutMismatchError, OperandError
+from tessera.errors import AUTO_AXES, LayoutMismatchError, OperandError
 from tessera.jax_compat import jaxprs
+from tessera.jax_compat.traces import manual_axes
 from tessera.jax_compat.workarounds import CorrectJit
-from tessera.mesh import AUTO_AXES, Mesh, manual_axes
+from tessera.mesh import Mesh
 from tessera.shard import DistTensor
 from tessera.tracing import scope
 

@@ -7,12 +7,13 @@ from types import MappingProxyType
 from typing import Final
 
 from tessera.errors import (
+    AUTO_AXES,
     LayoutMismatchError,
     MeshAttributeError,
     NoMeshError,
     TesseraError,
 )
-from tessera.mesh import AUTO_AXES, Mesh
+from tessera.mesh import Mesh
 
 _SET_MESH: Final = NoMeshError(
     "JAX has no mesh open here, which this call of it needs",

@@ -4,19 +4,14 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from tessera.errors import MeshConflictError
+from tessera.errors import AUTO_AXES, MeshConflictError
 from tessera.graph import rewriting
 from tessera.graph.ir import Graph, Role
 from tessera.graph.tracer.argument_leaves import ONE_DEVICE, Leaf, mesh_here
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat import jaxprs, primitives, traces
-from tessera.mesh import (
-    AUTO_AXES,
-    Mesh,
-    manual_axes,
-    mesh_of_jax,
-    opened_or_none,
-)
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import Mesh, mesh_of_jax, opened_or_none
 
 # The name of its owner for messages, and the mesh.
 Owned: TypeAlias = tuple[str, Mesh | None]

@@ -27,7 +27,8 @@ from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.graph.tracer.strategies import Strategy
 from tessera.jax_compat import jaxprs
-from tessera.mesh import Mesh, manual_axes
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
 from tessera.shard import ARRAYS, ShardSpec, is_tensor
 from tessera.tracing import scope

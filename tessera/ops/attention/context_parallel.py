@@ -17,7 +17,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from tessera.errors import CollectiveError, OperandError
-from tessera.mesh import Mesh, manual_axes
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import Mesh
 from tessera.ops.attention.all_to_all import attend_by_heads, check_exchange
 from tessera.ops.attention.blockwise import all_varying
 from tessera.ops.attention.context_parallel_variants import (

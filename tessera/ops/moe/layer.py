@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 from tessera.ops.moe.dropless import dropless
 from tessera.ops.moe.experts import Weights, sum_of_results
 from tessera.ops.moe.routing import (

@@ -7,7 +7,8 @@ import jax
 
 from tessera.errors import OperandError, UnknownAxisError, did_you_mean
 from tessera.foundations.device_grid import DATA_AXES
-from tessera.mesh import Mesh, manual_axes
+from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RouterStatistics, RoutingOptions

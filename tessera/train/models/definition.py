@@ -195,7 +195,7 @@ def definition_of(name: str) -> ModelDefinition:
       UnknownModelError: [T403] there is none in this process.
     """
     if name == DECODER and name not in _DEFINITIONS:
-        from tessera.train.models.decoder.config import DecoderDefinition
+        from tessera.train.models.decoder.definition import DecoderDefinition
 
         define(DecoderDefinition())
     if name in _DEFINITIONS:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 from tessera.ops.attention.all_to_all import attend_by_heads
 from tessera.ops.attention.context_parallel_variants import (
     NO_WINDOW,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tessera.mesh import manual_axes
+from tessera.jax_compat.traces import manual_axes
 from tessera.ops.embedding import look_up
 from tessera.ops.linear_loss_chunks import LossLayout, Terms
 from tessera.ops.linear_loss_vjp import fused_loss
