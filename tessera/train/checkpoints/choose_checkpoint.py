@@ -24,7 +24,6 @@ from tessera.train.checkpoints.checkpoint_folder import (
 )
 from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.checkpoints.restore_arrays import Restoration
-from tessera.train.config.config_schema import rename_settings
 from tessera.train.config.setting_fields import walk
 from tessera.train.data import Corpus
 from tessera.train.files.bounded_yaml import parse_yaml
@@ -146,11 +145,8 @@ def changed_settings(before: str, now: str) -> Iterator[str]:
     The settings of resuming itself are expected to differ and are left out.
     """
     try:
-        both = parse_yaml(before), parse_yaml(now)
-        for each in both:
-            rename_settings(each)
-        old, new = (dict(walk(each)) for each in both)
-    except (ValueError, AttributeError):
+        old, new = (dict(walk(parse_yaml(text))) for text in (before, now))
+    except ValueError:
         yield "the configuration in the checkpoint is malformed"
         return
     for name in sorted(old.keys() | new.keys()):

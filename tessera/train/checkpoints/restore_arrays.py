@@ -31,8 +31,6 @@ from tessera.train.models.pipeline_stages import StageSplit
 # Parts of the state that a setting adds or removes.
 _OPTIONAL: Final = {
     "loss_scale": "training.mixed_precision",
-    # What devices had not sent under training.gradient_compression=top_k.
-    "residual": "this version of Tessera",
     "spikes": "training.on_spike",
 }
 

@@ -10,24 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.run_config import Config, ModelConfig
 from tessera.train.files.bounded_yaml import parse_yaml
-from tessera.train.models.definition import DECODER, ModelDefinition, definition_of
+from tessera.train.models.definition import ModelDefinition, definition_of
 
 # Of two types, which OmegaConf has no list for.
 _MESH_SHAPE: Final = {"mesh_shape": list[Any]}
-# Settings of earlier versions. They change no array of the state but ``residual``, of
-# which a restoration tells.
-_GONE: Final = {
-    "data": ("max_bad_records",),
-    "training": ("validation_batches", "gradient_compression", "compression_ratio"),
-    "runtime": (
-        "timeline_dir",
-        "coordinator_address",
-        "num_processes",
-        "process_id",
-        "xla_flags",
-        "optimization_level",
-    ),
-}
 _OF_EVERY_MODEL: Final = [one for one in fields(ModelConfig) if one.name != "config"]
 
 
@@ -106,9 +92,7 @@ def settings_of_text(text: str) -> Config:
         # Everything is resolved in what was written: a reference is somebody else's.
         if not isinstance(values, dict) or "${" in text:
             raise ValueError("it is no resolved configuration")
-        rename_settings(values)
-        model = values["model"].get("definition", DECODER)
-        config = schema(definition_of(model))
+        config = schema(definition_of(values["model"]["definition"]))
         cls = OPTIMIZERS[values["optimizer"]["name"]]
         config.optimizer = typed(cls)
         return settings_of(cast(DictConfig, OmegaConf.merge(config, values)))
@@ -117,30 +101,6 @@ def settings_of_text(text: str) -> Config:
     except Exception as error:
         name = type(error).__name__
         raise ValueError(next(iter(str(error).splitlines()), name)) from error
-
-
-def rename_settings(values: dict[str, Any]) -> None:
-    """Drop settings of earlier versions, and give others their present names.
-
-    Args:
-      values: A configuration by groups, as it was written; changed in place.
-
-    Raises:
-      AttributeError: A group is no dict.
-    """
-    for group, names in _GONE.items():
-        for name in names:
-            values.get(group, {}).pop(name, None)
-    values.setdefault("recipe", "none")
-    training, model = values.get("training", {}), values.get("model", {})
-    if model.get("capacity_factor", 0) is None:  # another number made another model
-        del model["capacity_factor"]
-    if "microshards" in training:
-        training["reduction_parts"] = training.pop("microshards")
-    if training.get("pipeline_gather") == "tick":
-        training["pipeline_gather"] = "microbatch"
-    if training.get("on_spike") == "rollback":
-        training["on_spike"] = "warn"
 
 
 def as_text(config: DictConfig) -> str:

@@ -70,8 +70,6 @@ class Goodput:
                 # Clocks may be set: no time is negative.
                 self.seconds["restart"] += max(begin - self._ended_at, 0.0)
             self._repeat_after(event.get("resumed_step") or 0)
-        elif kind == "rollback":  # of an earlier version
-            self._repeat_after(event.get("to_step") or 0)
         elif kind == "ranks":
             self._wait(_number(event.get("waiting_seconds")) or 0.0)
         elif kind == "phase":

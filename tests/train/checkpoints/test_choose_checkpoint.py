@@ -227,11 +227,6 @@ def test_settings_are_compared_one_by_one():
     ]
 
 
-def test_settings_of_earlier_versions_are_no_change():
-    before = "training: {microshards: 4}\nruntime: {process_id: null}\n"
-    assert not list(changed_settings(before, "training: {reduction_parts: 4}\n"))
-
-
 def test_a_configuration_that_is_none_runs_nothing():
     hostile = "!!python/object/apply:os.getcwd []"
     assert list(changed_settings(hostile, CONFIG)) == [

@@ -13,7 +13,6 @@ import pytest
 from tessera.errors import CheckpointMismatchError
 from tessera.foundations.tree import named_leaves
 from tessera.train.checkpoints.checkpoint_folder import Checkpoint, read_checkpoint
-from tessera.train.checkpoints.metadata import Stored
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.config.optimizer_config import AdafactorConfig, SgdConfig
@@ -146,21 +145,6 @@ def test_optional_parts_begin_fresh_or_are_given_up_and_it_is_said(
     assert Restoration(back.metadata, plain_job).notes() == [
         "training.mixed_precision does not use the checkpoint's loss_scale: it is "
         "dropped",
-    ]
-
-
-def test_what_compression_had_not_sent_is_dropped_and_it_is_said(
-    run_of, filled, tmp_path
-):
-    """Of a checkpoint of a version that compressed gradients."""
-    job = run_of(dp=2)
-    metadata = save(job, filled(job), tmp_path).metadata
-    residual = {"residual/w": Stored((2, 4), "float32", (("dp",), ()))}
-    older = dataclasses.replace(metadata, arrays={**metadata.arrays, **residual})
-    restoration = Restoration(older, job)
-    assert not restoration.differences()
-    assert restoration.notes() == [
-        "this version of Tessera does not use the checkpoint's residual: it is dropped"
     ]
 
 

@@ -71,14 +71,6 @@ def test_a_second_kill_does_not_repeat_what_was_repeated_already():
     assert found == {"step": 10.0, "repeated_steps": 8.0}
 
 
-def test_a_rollback_of_an_earlier_version_repeats_steps_of_its_own_attempt():
-    rollback = {"event": "rollback", "step": 9, "to_step": 6}
-    found = seconds_of(
-        start(0.0), steps(1, 9, 0.0, 9.0), rollback, steps(7, 9, 9.0, 3.0)
-    )
-    assert found == {"step": 9.0, "repeated_steps": 3.0}
-
-
 def test_waiting_for_a_slow_rank_is_no_step():
     ranks = {"event": "ranks", "waiting_seconds": 4.0}
     assert seconds_of(start(0.0), steps(1, 9, 0.0, 9.0), ranks) == {
@@ -135,7 +127,6 @@ EVENTS = st.one_of(
         st.sampled_from(["compile", "save", "evaluation"]),
         *(st.floats(0, 100), st.floats(0, 10)),
     ),
-    st.builds(lambda step: {"event": "rollback", "to_step": step}, NUMBERS),
     st.builds(lambda s: {"event": "ranks", "waiting_seconds": s}, st.floats(0, 10)),
 )
 
