@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import jax
@@ -169,10 +169,7 @@ class Run:
     def _compiled_evaluation(self) -> Compiled:
         rows = self.config.rows_per_evaluation(self.mesh)
         shape = rows, self.config.training.sequence_length
-        struct = self._struct(
-            jax.ShapeDtypeStruct(shape, jnp.int32), self.validation_spec
-        )
-        batch = dict.fromkeys(_BATCH, struct)
+        batch = self._abstract_rows(shape, self.validation_spec)
         return self.evaluate.compile(self.abstract_state.params, batch)
 
     @property
@@ -204,15 +201,13 @@ class Run:
             abstract_state(self.model, config.optimizer, loss_scale=self.loss_scale),
             spikes=None if guard is None else guard.abstract_window,
         )
-        specs = layouts_of_state(config, self.loss_scale)
-        state = jax.tree.map(self._struct, shapes, specs)
-        if not config.offload_optimizer:
-            return state
-        places = optimizer_offload.shardings(
-            self.mesh.compile_mesh, specs.optimizer, shapes.optimizer, on_host=True
+        specs, mesh = layouts_of_state(config, self.loss_scale), self.mesh.compile_mesh
+        moments_at = optimizer_offload.shardings(
+            mesh, specs.optimizer, shapes.optimizer, on_host=config.offload_optimizer
         )
-        moved = jax.tree.map(optimizer_offload.placed_struct, shapes.optimizer, places)
-        return replace(state, optimizer=moved)
+        shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
+        shardings = replace(shardings, optimizer=moments_at)
+        return jax.tree.map(optimizer_offload.placed_struct, shapes, shardings)
 
     def fresh_parts(self) -> dict[str, Any]:
         """What a new state has beside parameters and moments, by field."""
@@ -231,10 +226,13 @@ class Run:
         training = self.config.training
         rows = self.config.rows_per_microbatch(self.mesh)
         steps = training.gradient_accumulation_steps
-        shape = jax.ShapeDtypeStruct((steps, rows, training.sequence_length), jnp.int32)
-        return {
-            name: self._struct(shape, batch_spec(self.step_config)) for name in _BATCH
-        }
+        shape = steps, rows, training.sequence_length
+        return self._abstract_rows(shape, batch_spec(self.step_config))
+
+    def _abstract_rows(self, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(self.mesh.compile_mesh, spec)
+        struct = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+        return dict.fromkeys(_BATCH, struct)
 
     def layout_notes(self) -> list[str]:
         """What a reader of the settings would not expect, one sentence each."""
@@ -394,7 +392,3 @@ class Run:
     def host_shard(self) -> HostShard:
         """Which rows of each batch this process reads."""
         return HostShard.of(self.mesh, self.step_config.data_axes)
-
-    def _struct(self, shape: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(self.mesh.compile_mesh, spec)
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -38,7 +38,7 @@ def validation_losses(
         sums = _validation_sums(run, corpus, number, state, should_continue)
         if sums is None:
             return None
-        total, tokens = sums
+        total, tokens = sums.tolist()
         if tokens:
             losses[source.name] = total / tokens
     return losses
@@ -50,7 +50,7 @@ def _validation_sums(
     source: int,
     state: TrainState,
     should_continue: Callable[[], bool],
-) -> tuple[float, float] | None:
+) -> np.ndarray | None:
     """Nats and tokens of a source; None where the evaluation was ended."""
     shard = run.host_shard
     rows = run.config.rows_per_evaluation(run.mesh)
@@ -69,8 +69,7 @@ def _validation_sums(
                 sums += np.asarray(in_flight.popleft(), np.float64)
     for numbers in in_flight:
         sums += np.asarray(numbers, np.float64)
-    total, tokens = sums.tolist()
-    return total, tokens
+    return sums
 
 
 def sample(run: Run, corpus: Corpus, state: TrainState) -> tuple[str, str]:

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,65 +22,39 @@ CHECKPOINTS: Final = "checkpoints"
 TRACKER: Final = "tracker.json"
 
 _METRICS: Final = "metrics.jsonl"
-_NAMES: Final = (
-    "train.log",
-    _METRICS,
-    "tensorboard",
-    "profile",
-    "config.yaml",
-)
+_NAMES: Final = ("train.log", _METRICS, "tensorboard", "profile", "config.yaml")
 # What stays where a run goes on in its folder, whose report is of all attempts.
 _KEPT: Final = ("events.jsonl", "report.html", CHECKPOINTS, TRACKER)
 # Of a line of metrics: a few dozen numbers by name.
 _LONGEST_LINE: Final = 2**20
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """A run's output folder.
 
-    Attributes:
+    Args:
       path: The folder.
       check: Raises where the folder is not where it was, or another run's.
+
+    Attributes:
+      log: Every line of the log.
+      metrics: One JSON object a line.
+      events: What happened to the run: one JSON object a line, of all attempts.
+      tensorboard: The folder of TensorBoard's event files.
+      profile: The folder of ``training.profile_communication``.
+      report: The report, HTML.
+      config: The resolved configuration, YAML.
     """
 
-    path: Path
-    check: Callable[[], None] = lambda: None
-
-    @property
-    def log(self) -> Path:
-        """Every line of the log."""
-        return self.path / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line."""
-        return self.path / _METRICS
-
-    @property
-    def events(self) -> Path:
-        """What happened to the run: one JSON object a line, of all attempts."""
-        return self.path / "events.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of ``training.profile_communication``."""
-        return self.path / "profile"
-
-    @property
-    def report(self) -> Path:
-        """The report, HTML."""
-        return self.path / "report.html"
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration, YAML."""
-        return self.path / "config.yaml"
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        self.path, self.check = path, check
+        self.log = path / "train.log"
+        self.metrics = path / _METRICS
+        self.events = path / "events.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
+        self.report = path / "report.html"
+        self.config = path / "config.yaml"
 
 
 def open_run_folder(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records a run while it goes on: its attempts, phases, warnings, and goodput."""
+"""Records a run while it goes on: its attempts, phases, warnings, and goodput.
+
+When it ends, however it ends, a report shows them.
+"""
 
 import logging
 import platform
@@ -86,6 +89,30 @@ def recorded(
         clock.finish()
         _log.removeHandler(warnings)
         events.close()
+
+
+@contextmanager
+def reported(folder: RunFolder | None) -> Iterator[None]:
+    """Write ``report.html`` after a ``with`` block, also one that raises.
+
+    A report that cannot be written is a warning: it is no reason for a run to fail, nor
+    to hide why it did.
+
+    Args:
+      folder: The run's; None writes nothing.
+    """
+    try:
+        yield
+    finally:
+        if folder is not None:
+            try:
+                # Here, as only a run that ends needs it.
+                from tessera.train.report.page import write_report
+
+                folder.check()
+                write_report([folder.path], folder.report)
+            except Exception as error:
+                _log.warning("the report was not written: %s", error)
 
 
 def description_of(mesh: Mesh, num_processes: int) -> dict[str, Any]:

@@ -70,11 +70,6 @@ class SpikeGuard:
         """Shapes and dtypes of the window."""
         return jax.eval_shape(self._empty)
 
-    @property
-    def specs(self) -> SpikeWindow:
-        """The layout of the window: every device has all of it."""
-        return jax.tree.map(_replicated, self.abstract_window)
-
     def first_window(self, mesh: Mesh) -> SpikeWindow:
         """The window before the first step, on a mesh."""
         return jax.device_put(self._empty(), NamedSharding(mesh.jax, PartitionSpec()))
@@ -127,10 +122,6 @@ class SpikeGuard:
             jnp.zeros(self.window, jnp.float32),
             jnp.zeros((), jnp.int32),
         )
-
-
-def _replicated(_: jax.ShapeDtypeStruct) -> PartitionSpec:
-    return PartitionSpec()
 
 
 def robust_z_score(

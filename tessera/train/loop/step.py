@@ -23,7 +23,7 @@ from tessera.ops.loss_scale import LossScale
 from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop.gradients import mean_gradients
 from tessera.train.loop.optimizer_offload import to_device, to_host
-from tessera.train.loop.train_state import TrainState, state_specs
+from tessera.train.loop.train_state import TrainState, replicated, state_specs
 from tessera.train.models.model import Batch, num_targets
 
 
@@ -109,8 +109,8 @@ def layouts_of_state(config: StepConfig, loss_scale: LossScale | None) -> TrainS
         loss_scale=loss_scale,
         zero_stage=config.zero_stage,
     )
-    spikes = None if config.spikes is None else config.spikes.specs
-    return replace(specs, spikes=spikes)
+    window = None if config.spikes is None else config.spikes.abstract_window
+    return replace(specs, spikes=jax.tree.map(replicated, window))
 
 
 def make_eval_step(config: StepConfig) -> Function:

@@ -85,7 +85,8 @@ class StepVerification:
         if any(second):
             found = self._explain(step, before, data, first, second)
             raise self._error(step, found)
-        log.info("step %d is verified: equal bits on %s", step, self._where)
+        where = "other devices" if self._num_orders > 1 else "the same devices"
+        log.info("step %d is verified: equal bits on %s", step, where)
         if self._checkpoints is not None:
             self._checkpoints.mark_verified(step)
         return first.placed((run.abstract_state,))[0], metrics
@@ -105,10 +106,6 @@ class StepVerification:
             "training.resume=auto: it goes on from the last verified checkpoint, "
             "or where this run began",
         )
-
-    @property
-    def _where(self) -> str:
-        return "other devices" if self._num_orders > 1 else "the same devices"
 
     @cached_property
     def _num_orders(self) -> int:
@@ -154,14 +151,11 @@ class StepVerification:
         for at, differs in enumerate(zip(*votes, strict=True)):
             if any(differs):
                 suspects.update(orders[order][at] for order in _outvoted(differs))
-        text = f"repeated {self._repetition}, values differ on {_listed(suspects)}"
+        how = "in another order" if self._num_orders > 1 else "on the same devices"
+        text = f"repeated {how}, values differ on {_listed(suspects)}"
         if len(suspects) > 1:
             text += ": one of them, but a sum over devices spreads what one computes"
         return text
-
-    @property
-    def _repetition(self) -> str:
-        return "in another order" if self._num_orders > 1 else "on the same devices"
 
 
 def _outvoted(differs: tuple[bool, ...]) -> list[int]:

@@ -19,8 +19,7 @@ from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.profiling import Window
 from tessera.train.loop.run_environment import join, prepare
 from tessera.train.loop.run_folder import open_run_folder
-from tessera.train.loop.run_records import description_of, recorded
-from tessera.train.loop.run_report import reported
+from tessera.train.loop.run_records import description_of, recorded, reported
 from tessera.train.loop.run_summary import dry_run, run_rows, start_rows
 from tessera.train.loop.training_loop import Callbacks, Trainer
 from tessera.train.models.families.published_files import published_texts

@@ -49,7 +49,6 @@ def init_state(
     key: jax.Array,
     mesh: Mesh,
     *,
-    loss_scale: LossScale | None = None,
     zero_stage: int = 0,
     offload_optimizer: bool = False,
 ) -> TrainState:
@@ -60,31 +59,25 @@ def init_state(
       optimizer: Whose state.
       key: The same key gives the same numbers on every mesh.
       mesh: Where it lies.
-      loss_scale: The loss scale to begin with, for fp16.
       zero_stage: What is split over ``dp``; see ``Zero``.
       offload_optimizer: Whether the optimizer's state lies in the memory of the host.
 
     Raises:
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
     """
-    specs = state_specs(
-        model, optimizer, mesh, loss_scale=loss_scale, zero_stage=zero_stage
-    )
+    specs = state_specs(model, optimizer, mesh, zero_stage=zero_stage)
     params = model.init(key, mesh, layouts=specs.params)
-    placed = jax.tree.map(partial(NamedSharding, mesh.jax), specs)
     shapes = jax.eval_shape(optimizer.init, model.trained(params))
     moments_at = optimizer_offload.shardings(
         mesh.jax, specs.optimizer, shapes, on_host=offload_optimizer
     )
 
-    def others(params: Tree, loss_scale: LossScale | None) -> tuple[Any, Tree, Any]:
-        # Copied: a step donates its state, and what was given is the caller's.
-        scale = jax.tree.map(jnp.copy, loss_scale)
-        return jnp.int32(0), optimizer.init(model.trained(params)), scale
+    def others(params: Tree) -> tuple[jax.Array, Tree]:
+        return jnp.int32(0), optimizer.init(model.trained(params))
 
-    layouts = (placed.step, moments_at, placed.loss_scale)
-    step, moments, scale = jax.jit(others, out_shardings=layouts)(params, loss_scale)
-    return TrainState(step, params, moments, scale)
+    layouts = (NamedSharding(mesh.jax, specs.step), moments_at)
+    step, moments = jax.jit(others, out_shardings=layouts)(params)
+    return TrainState(step, params, moments)
 
 
 def abstract_state(
@@ -139,11 +132,12 @@ def state_specs(
         step=PartitionSpec(),
         params=zero.params,
         optimizer=jax.tree_util.tree_map_with_path(like_parameter, shapes.optimizer),
-        loss_scale=jax.tree.map(_replicated, shapes.loss_scale),
+        loss_scale=jax.tree.map(replicated, shapes.loss_scale),
     )
 
 
-def _replicated(_: Any) -> PartitionSpec:
+def replicated(_: Any) -> PartitionSpec:
+    """The layout of an array of which every device has all."""
     return PartitionSpec()
 
 

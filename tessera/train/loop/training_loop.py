@@ -241,8 +241,10 @@ class Trainer:
 
     @property
     def _is_validation_due(self) -> bool:
-        step = self._at.step
-        return self._validates_after(step) and self._validated < step
+        step, training = self._at.step, self.run.config.training
+        every = training.validate_every
+        is_regular = bool(every) and step % every == 0
+        return self._validated < step and (is_regular or step == training.steps)
 
     def _beginning(self, checkpoint: Checkpoint | None) -> Position:
         """The position of a checkpoint, or that of a fresh state."""
@@ -315,12 +317,6 @@ class Trainer:
         with self._interrupts.deferred():
             self._in_flight.popleft()
             self._metrics.take(step, numbers, progress)
-
-    def _validates_after(self, step: int) -> bool:
-        training = self.run.config.training
-        if step == training.steps:
-            return True
-        return bool(training.validate_every) and step % training.validate_every == 0
 
     def _validate(self, step: int, state: TrainState) -> bool:
         """Evaluate and show the loss; False where the run stops meanwhile."""

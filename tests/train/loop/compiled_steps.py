@@ -78,7 +78,8 @@ def first_state(*, scaled: bool = False) -> TrainState:
     """A fresh state in the memory of the host, to be copied to any mesh."""
     config, scale = config_on(ONE), LossScale.dynamic() if scaled else None
     key = jax.random.key(0)
-    state = init_state(config.model, config.optimizer, key, ONE, loss_scale=scale)
+    state = init_state(config.model, config.optimizer, key, ONE)
+    state = dataclasses.replace(state, loss_scale=scale)
     return jax.tree.map(np.array, state)
 
 

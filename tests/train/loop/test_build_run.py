@@ -66,6 +66,14 @@ def test_a_microbatch_has_its_rows_for_each_data_parallel_group():
     assert tokens.sharding.shard_shape(tokens.shape) == (3, 4, 16)
 
 
+def test_every_state_has_a_loss_scale_of_its_own():
+    """A step donates its state, and another one may begin after it."""
+    run = run_of(mixed_precision="fp16")
+    for leaf in jax.tree.leaves(run.fresh_parts()):
+        leaf.delete()
+    assert float(run.fresh_parts()["loss_scale"].value) == 32768.0
+
+
 def test_the_step_config_is_what_the_settings_say():
     config = run_of(
         ("dp", 2),

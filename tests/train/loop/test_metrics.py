@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that are written come back as the same numbers."""
 
-import dataclasses
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tessera.errors import OutputPathError
 from tessera.train.loop import metrics
 from tessera.train.loop.metrics import MetricWriter
-from tessera.train.loop.run_folder import open_run_folder
+from tessera.train.loop.run_folder import RunFolder, open_run_folder
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def test_a_folder_that_is_not_where_it_was_gets_no_more_numbers(folder):
 
     with MetricWriter(folder) as writer:
         writer.write(1, {"loss": 2.5})
-    moved = dataclasses.replace(folder, check=refuse)
+    moved = RunFolder(folder.path, refuse)
     with (
         pytest.raises(OutputPathError, match="not where it was"),
         MetricWriter(moved) as writer,

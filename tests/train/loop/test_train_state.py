@@ -142,7 +142,7 @@ def test_the_abstract_state_is_that_of_the_real_one(state):
     def described(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
-    expected = abstract_state(MODEL, ADAMW, loss_scale=LossScale.dynamic())
+    expected = abstract_state(MODEL, ADAMW)
     assert described(state) == described(expected)
 
 
@@ -151,12 +151,11 @@ def test_the_abstract_state_is_that_of_the_real_one(state):
 
 @pytest.fixture(scope="module")
 def state() -> TrainState:
-    scale = LossScale.dynamic()
-    return init_state(MODEL, ADAMW, jax.random.key(0), MESH, loss_scale=scale)
+    return init_state(MODEL, ADAMW, jax.random.key(0), MESH)
 
 
 def test_every_leaf_lies_where_its_spec_says(state):
-    specs = state_specs(MODEL, ADAMW, MESH, loss_scale=LossScale.dynamic())
+    specs = state_specs(MODEL, ADAMW, MESH)
     placed = jax.tree.map(lambda spec: NamedSharding(MESH.jax, spec), specs)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
 
@@ -174,7 +173,6 @@ def test_it_begins_at_step_zero_with_empty_moments(state):
     assert int(state.step) == 0
     assert state.step.dtype == jnp.int32
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.optimizer))
-    assert float(state.loss_scale.value) == 32768.0
 
 
 def test_the_same_key_gives_the_same_parameters_on_every_mesh(state):
@@ -185,18 +183,6 @@ def test_the_same_key_gives_the_same_parameters_on_every_mesh(state):
     ):
         # Rounding of the last bit, where the partitioner fuses differently.
         np.testing.assert_allclose(here, there, rtol=3e-7, atol=1e-9)
-    assert alone.loss_scale is None
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_state_owns_its_buffers(count):
-    """A step donates them, and the loss scale that was given must outlive that."""
-    scale = LossScale.dynamic()
-    mesh = Mesh(("fsdp",), devices=range(count))
-    state = init_state(MODEL, ADAMW, jax.random.key(0), mesh, loss_scale=scale)
-    for leaf in jax.tree.leaves(state):
-        leaf.delete()
-    assert float(scale.value) == 32768.0
 
 
 def test_a_mesh_of_devices_that_are_not_here_cannot_hold_a_state():
