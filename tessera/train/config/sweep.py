@@ -7,11 +7,9 @@ processes of a run are settled once in a process.
 """
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -22,7 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tessera.errors import SettingConflictError, SettingValueError
 from tessera.train.runtime.cluster import detect
-from tessera.train.runtime.exit_codes import STOP_SIGNALS, shell_exit_code
+from tessera.train.runtime.exit_codes import (
+    STOP_SIGNALS,
+    handled_signals,
+    shell_exit_code,
+)
 from tessera.train.runtime.python_process import module_command
 
 
@@ -87,23 +89,9 @@ def _run(config: DictConfig) -> None:
     process = subprocess.Popen(
         module_command("tessera.train.loop.main", *overrides), process_group=0
     )
-    with _forwarded(process):
+    with handled_signals(STOP_SIGNALS, lambda number, _: process.send_signal(number)):
         code = shell_exit_code(process.wait())
     if code in STOP_SIGNALS.values():
         raise SystemExit(code)  # asked to end, and so is the sweep
     if code:
         raise SweepRunError(code)
-
-
-@contextmanager
-def _forwarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Let a process have the signals that ask this one to end."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: process.send_signal(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

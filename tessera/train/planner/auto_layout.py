@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from tessera.errors import TargetError, TesseraError
+from tessera.errors import TargetError
 from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
 from tessera.train.config.recorded_run import recorded_run
@@ -31,6 +31,7 @@ from tessera.train.planner.layout import SETTINGS, override, without
 from tessera.train.planner.plan_run import plan_run
 from tessera.train.runtime.accelerators import assign_devices
 from tessera.train.runtime.cluster import Cluster, detect
+from tessera.train.runtime.exit_codes import shows_errors
 from tessera.train.runtime.python_process import python_command
 
 AUTO: Final = "model.mesh_shape=auto"
@@ -216,16 +217,12 @@ _FIX: Final = (
 )
 
 
+@shows_errors
 def main() -> int:
     """Read the words of a command line as JSON, and write them with a layout."""
     from tessera.train.runtime.devices import prepare_devices
 
     words = json.loads(sys.stdin.read())
     prepare_devices(1, "cpu")
-    try:
-        found = with_layout(words)
-    except TesseraError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(with_layout(words)) + "\n")
     return 0

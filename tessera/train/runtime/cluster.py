@@ -129,7 +129,7 @@ def _from_torchrun(environ: Mapping[str, str], note: Note) -> Cluster | None:
         note("RANK and WORLD_SIZE are set and MASTER_ADDR is not: not torchrun")
         return None
     # MASTER_PORT belongs to torchrun's store, which listens there for the whole run.
-    port = _port(environ.get("MASTER_PORT") or str(DEFAULT_PORT), "MASTER_PORT") + 1
+    port = _port(environ, DEFAULT_PORT) + 1
     return Cluster(
         *numbers,
         local_rank=_number(environ, "LOCAL_RANK", 0),
@@ -217,15 +217,11 @@ def _from_mpi(environ: Mapping[str, str], note: Note) -> Cluster | None:
                 got=f"{names[1]}={numbers[1]}, {local_size} of them on this machine",
                 fix="say where rank 0 is: mpirun -x MASTER_ADDR=<its address>",
             )
-        port = environ.get("MASTER_PORT")
         return Cluster(
             *numbers,
             local_rank=local_rank,
             local_size=local_size or 1,
-            coordinator=(
-                host,
-                _port(port, "MASTER_PORT") if port else _port_of_job(job),
-            ),
+            coordinator=(host, _port(environ, _port_of_job(job))),
             source=f"{kind}'s {names[0]}",
         )
     if "PMIX_RANK" in environ:
@@ -247,10 +243,9 @@ def _from_pods(environ: Mapping[str, str], note: Note) -> Cluster | None:
     numbers = _numbers(environ, ("JOB_COMPLETION_INDEX", "WORLD_SIZE"), note)
     if numbers is None:
         return None
-    port = environ.get("MASTER_PORT") or str(DEFAULT_PORT)
     return Cluster(
         *numbers,
-        coordinator=(_master_host(environ), _port(port, "MASTER_PORT")),
+        coordinator=(_master_host(environ), _port(environ, DEFAULT_PORT)),
         source="Kubernetes' JOB_COMPLETION_INDEX",
     )
 
@@ -299,12 +294,16 @@ def _master_host(environ: Mapping[str, str]) -> str:
     return host
 
 
-def _port(text: str, name: str) -> int:
+def _port(environ: Mapping[str, str], default: int) -> int:
+    if not (text := environ.get("MASTER_PORT")):
+        return default
     # Up to three ports are taken: torchrun's, the coordinator's, the rendezvous'.
     if text.isdecimal() and 0 < int(text) < 65534:
         return int(text)
     raise ProcessLayoutError(
-        f"{name} is no port", got=f"{name}={text}", fix="use a number from 1 to 65533"
+        "MASTER_PORT is no port",
+        got=f"MASTER_PORT={text}",
+        fix="use a number from 1 to 65533",
     )
 
 

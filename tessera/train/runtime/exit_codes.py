@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from signal import SIGINT, SIGTERM, SIGUSR2
 from typing import Any, Final, ParamSpec
@@ -41,26 +41,34 @@ to jobs that were submitted with submitit."""
 
 
 @contextmanager
-def exit_on_stop_signals() -> Iterator[None]:
-    """Exit immediately on these signals, as long as there is nothing to save.
+def handled_signals(
+    numbers: Iterable[signal.Signals], handle: Callable[[int, Any], object]
+) -> Iterator[None]:
+    """Handle signals within a block, and as before after it.
 
     Ignored signals stay ignored, and outside of the main thread all stay as they are.
-    ``StopRequests`` installs its own handlers for a time within the block.
     """
     before = dict[signal.Signals, Any]()
-    if threading.current_thread() is threading.main_thread():
-        # None is a handler that is not Python's.
-        kept = (signal.SIG_IGN, None)
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        before = {number: it for number, it in handlers.items() if it not in kept}
-    for number in before:
-        code = STOP_SIGNALS[number]
-        signal.signal(number, lambda *_, code=code: os._exit(code))
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                # None is a handler that is not Python's.
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before[number] = signal.signal(number, handle)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_on_stop_signals() -> AbstractContextManager[None]:
+    """Exit immediately on these signals, as long as there is nothing to save.
+
+    ``StopRequests`` installs its own handlers for a time within the block.
+    """
+    return handled_signals(
+        STOP_SIGNALS, lambda number, _: os._exit(STOP_SIGNALS[signal.Signals(number)])
+    )
 
 
 def shell_exit_code(returncode: int) -> int:

@@ -13,19 +13,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from random import SystemRandom
-from types import FrameType
 from typing import Final, TypeAlias
 
 from tessera.train.files.file_locks import lock
 from tessera.train.runtime import exit_codes
 from tessera.train.runtime.cluster import LOOPBACK
-from tessera.train.runtime.exit_codes import STOP_SIGNALS
+from tessera.train.runtime.exit_codes import STOP_SIGNALS, handled_signals
 from tessera.train.runtime.launcher_protocol import (
     LOCK_FILE,
     end_attempt,
@@ -103,7 +102,7 @@ class Launcher:
         with (
             tempfile.TemporaryDirectory(prefix="tessera-") as name,
             (Path(name) / LOCK_FILE).open("wb") as lock_file,
-            self._queued_signals(),
+            handled_signals(FORWARDED, lambda number, _: self._events.put(number)),
         ):
             lock(lock_file.fileno())
             for number in range(plan.max_restarts + 1):
@@ -176,21 +175,6 @@ class Launcher:
         prefix = f"[rank {failure.rank}] "
         for line in relevant_lines(first.last_errors()):
             self._show(2, f"{prefix}{line}\n".encode(errors="backslashreplace"))
-
-    @contextmanager
-    def _queued_signals(self) -> Iterator[None]:
-        """Queue the signals that are not ignored."""
-
-        def put(number: int, frame: FrameType | None) -> None:
-            del frame
-            self._events.put(number)
-
-        with ExitStack() as stack:
-            for number in FORWARDED:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    before = signal.signal(number, put)
-                    stack.callback(signal.signal, number, before)
-            yield
 
     def _show(self, stream: int, line: bytes) -> None:
         target = (sys.stdout if stream == 1 else sys.stderr).buffer

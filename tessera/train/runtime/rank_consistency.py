@@ -14,7 +14,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -159,32 +158,20 @@ def device_fingerprint(
     return {"kind": " and ".join(sorted(set(own))), "count": str(len(own))}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """An entry of the fingerprint that is not the same on all ranks.
-
-    Attributes:
-      section: ``"configuration"``.
-      text: Its name, and each value with the ranks that have it.
-    """
-
-    section: str
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def differences(fingerprints: Mapping[int, Fingerprint]) -> list[Difference]:
+def differences(fingerprints: Mapping[int, Fingerprint]) -> list[tuple[str, str]]:
     """All entries that differ between ranks, in the order of rank 0's fingerprint.
 
     Args:
       fingerprints: The fingerprint of each rank.
 
+    Returns:
+      The section of each entry, and a text: its name, and each value with the ranks
+      that have it.
+
     Example:
       >>> one, two = {"versions": {"jax": "0.10.2"}}, {"versions": {"jax": "0.12.0"}}
-      >>> print(*differences({0: one, 1: two, 2: one}))
-      versions: jax is 0.10.2 on ranks 0, 2; 0.12.0 on rank 1
+      >>> differences({0: one, 1: two, 2: one})
+      [('versions', 'versions: jax is 0.10.2 on ranks 0, 2; 0.12.0 on rank 1')]
     """
     entries = {
         (section, name): None
@@ -192,7 +179,7 @@ def differences(fingerprints: Mapping[int, Fingerprint]) -> list[Difference]:
         for section, values in fingerprints[rank].items()
         for name in values
     }
-    result: list[Difference] = []
+    result: list[tuple[str, str]] = []
     for section, name in entries:
         ranks: dict[str | None, list[int]] = {}
         for rank in sorted(fingerprints):
@@ -204,20 +191,19 @@ def differences(fingerprints: Mapping[int, Fingerprint]) -> list[Difference]:
                 for value, group in ranks.items()
             )
             text = f"{_shown(section)}: {_shown(name)} is {values}"
-            result.append(Difference(section, text))
+            result.append((section, text))
     return result
 
 
-def difference_error(found: Sequence[Difference]) -> TesseraError:
+def difference_error(found: Sequence[tuple[str, str]]) -> TesseraError:
     """T707 for at least one difference.
 
     Args:
       found: From ``differences``.
     """
-    sections = dict.fromkeys(difference.section for difference in found)
     meanings = [
         _MEANINGS.get(name, (f"the ranks differ: {_shown(name)}", "make them the same"))
-        for name in sections
+        for name in dict.fromkeys(section for section, _ in found)
     ]
     return RanksDifferError(
         ", and ".join(what for what, _ in meanings),
@@ -226,9 +212,9 @@ def difference_error(found: Sequence[Difference]) -> TesseraError:
     )
 
 
-def format_differences(found: Sequence[Difference]) -> list[str]:
+def format_differences(found: Sequence[tuple[str, str]]) -> list[str]:
     """A line for each difference, and the number of those left out."""
-    lines = [str(difference) for difference in found[:_MAX_LINES]]
+    lines = [text for _, text in found[:_MAX_LINES]]
     if more := len(found) - len(lines):
         lines.append(f"and {more} more")
     return lines
