@@ -283,13 +283,9 @@ def train(config: StepConfig) -> tuple[list[float], Any, Any]:
     """Losses, plain parameters and stored parameters after the same steps."""
     scale = LossScale.dynamic() if config.model.dtype == "float16" else None
     state = init_state(
-        config.model,
-        ADAMW,
-        KEY,
-        config.mesh,
-        zero_stage=config.zero_stage,
-        loss_scale=scale,
+        config.model, ADAMW, KEY, config.mesh, zero_stage=config.zero_stage
     )
+    state = dataclasses.replace(state, loss_scale=scale)
     step, losses = make_train_step(config, state), []
     layout = NamedSharding(config.mesh.jax, batch_spec(config))
     for batch in batches():

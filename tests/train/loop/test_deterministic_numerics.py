@@ -101,8 +101,9 @@ def run(
         jax.random.key(0),
         mesh,
         zero_stage=config.zero_stage,
-        loss_scale=LossScale.dynamic() if config.model.dtype == "float16" else None,
     )
+    scale = LossScale.dynamic() if config.model.dtype == "float16" else None
+    state = dataclasses.replace(state, loss_scale=scale)
     step = make_train_step(config, state)
     sharding = NamedSharding(mesh.jax, batch_spec(config))
     shown = []

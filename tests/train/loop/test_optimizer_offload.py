@@ -63,10 +63,11 @@ def run(on_host: bool, dtype: str | None = None) -> Run:
         ADAMW,
         jax.random.key(0),
         MESH,
-        loss_scale=LossScale.dynamic() if dtype == "float16" else None,
         zero_stage=1,
         offload_optimizer=on_host,
     )
+    scale = LossScale.dynamic() if dtype == "float16" else None
+    state = dataclasses.replace(state, loss_scale=scale)
     step = make_train_step(config, state)
     draw = np.random.default_rng(0).integers(0, 64, (1, 8, 16), np.int32)
     batch = jax.device_put(
