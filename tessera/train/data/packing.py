@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,20 +31,38 @@ LossMask = npt.NDArray[np.bool_]
 
 
 class TokenArrays(NamedTuple):
-    """The documents of a shard.
+    """The documents of a shard, or of a range of it or of a stream.
 
     Attributes:
-      tokens: Concatenated, each document after its separator; uint16 where the
-        vocabulary allows it, else uint32; [tokens].
+      tokens: Concatenated, each document after its separator, [tokens]; of a shard
+        uint16 where the vocabulary allows it, else uint32, and of a stream int32.
       starts: The index at which each document starts, with its separator; int64,
         [documents].
       loss_mask: Which tokens are learned; the others are the target of no position.
         bool, [tokens]; None means that all are learned.
     """
 
-    tokens: npt.NDArray[np.uint16 | np.uint32]
+    tokens: npt.NDArray[np.int32 | np.uint16 | np.uint32]
     starts: npt.NDArray[np.int64]
     loss_mask: LossMask | None
+
+
+def token_range(
+    tokens: npt.NDArray[np.int32 | np.uint16 | np.uint32],
+    starts: npt.NDArray[np.int64],
+    loss_mask: LossMask | None,
+    begin: int,
+) -> TokenArrays:
+    """A range of a shard, whose documents start relative to it.
+
+    Args:
+      tokens: Those of the range.
+      starts: Those of the shard.
+      loss_mask: Which tokens of the range are learned, or None.
+      begin: Where the range begins.
+    """
+    inner = slice(*np.searchsorted(starts, (begin, begin + tokens.size)))
+    return TokenArrays(tokens, starts[inner] - begin, loss_mask)
 
 
 def checksum(*blocks: bytes | memoryview) -> str:
@@ -78,7 +96,7 @@ class Shard(Protocol):
         """Changes with the content of the arrays."""
         ...
 
-    def read(self, begin: int, end: int) -> "TokenSlice":
+    def read(self, begin: int, end: int) -> TokenArrays:
         """The tokens from index ``begin`` to ``end``.
 
         Raises:
@@ -115,44 +133,11 @@ class MemoryShard:
         arrays = (array for array in self.content if array is not None)
         return checksum(*(array.data for array in arrays))
 
-    def read(self, begin: int, end: int) -> "TokenSlice":
+    def read(self, begin: int, end: int) -> TokenArrays:
         """The tokens from index ``begin`` to ``end``."""
         tokens, starts, mask = self.content
         mask = None if mask is None else mask[begin:end]
-        return TokenSlice.of(tokens[begin:end], starts, mask, begin)
-
-
-class TokenSlice(NamedTuple):
-    """A range of a stream or of a shard.
-
-    Attributes:
-      tokens: int32, of a shard as ``TokenArrays`` has them; [tokens].
-      starts: Where documents start, relative to the range; int64.
-      loss_mask: Which tokens are learned, [tokens]; None means all of them.
-    """
-
-    tokens: npt.NDArray[np.int32 | np.uint16 | np.uint32]
-    starts: npt.NDArray[np.int64]
-    loss_mask: LossMask | None
-
-    @classmethod
-    def of(
-        cls,
-        tokens: npt.NDArray[np.uint16 | np.uint32],
-        starts: npt.NDArray[np.int64],
-        loss_mask: LossMask | None,
-        begin: int,
-    ) -> Self:
-        """A range of a shard.
-
-        Args:
-          tokens: Those of the range.
-          starts: Those of the shard.
-          loss_mask: Which tokens of the range are learned, or None.
-          begin: Where the range begins.
-        """
-        inner = slice(*np.searchsorted(starts, (begin, begin + tokens.size)))
-        return cls(tokens, starts[inner] - begin, loss_mask)
+        return token_range(tokens[begin:end], starts, mask, begin)
 
 
 class TokenStream:
@@ -183,7 +168,7 @@ class TokenStream:
         parts = [repr(self.is_separated), *(shard.fingerprint for shard in self.shards)]
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
-    def read(self, begin: int, end: int) -> TokenSlice:
+    def read(self, begin: int, end: int) -> TokenArrays:
         """The tokens from index ``begin`` to ``end``, or to the end of the stream.
 
         Raises:
@@ -206,7 +191,7 @@ class TokenStream:
                 if loss_mask is None:
                     loss_mask = np.ones(tokens.size, bool)
                 loss_mask[here] = part.loss_mask
-        return TokenSlice(tokens, np.concatenate(starts), loss_mask)
+        return TokenArrays(tokens, np.concatenate(starts), loss_mask)
 
 
 class ShardBuilder:

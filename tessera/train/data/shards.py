@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 
 from tessera.errors import TokenCacheError
-from tessera.train.data.packing import ShardBuilder, TokenSlice, checksum
+from tessera.train.data.packing import ShardBuilder, TokenArrays, checksum, token_range
 from tessera.train.data.tokenization import Ids
 
 FORMAT: Final = 4
@@ -69,7 +69,7 @@ class StoredShard:
         """Changes with the content of the arrays."""
         return repr(sorted((name, value) for name, (_, value) in self.files.items()))
 
-    def read(self, begin: int, end: int) -> TokenSlice:
+    def read(self, begin: int, end: int) -> TokenArrays:
         """The tokens from index ``begin`` to ``end``.
 
         Raises:
@@ -82,7 +82,7 @@ class StoredShard:
             self._verified.append(True)
         tokens, starts, mask = _opened(self)
         learned = None if mask is None else mask.read(begin, end)
-        return TokenSlice.of(tokens.read(begin, end), starts, learned, begin)
+        return token_range(tokens.read(begin, end), starts, learned, begin)
 
     def path(self, name: str) -> Path:
         """The file of one of the arrays."""
