@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, NoReturn
 
 from tessera.errors import TokenizerError
 from tessera.train.data.optional_libraries import import_extra
@@ -68,17 +69,15 @@ class ChatTemplate:
         sandbox = import_extra(
             "jinja2.sandbox", "a chat template", "tokenizers", TokenizerError
         )
-        self._jinja: Any = import_extra(
-            "jinja2", "a chat template", "tokenizers", TokenizerError
-        )
         # Transformers' settings; a template depends on them for every line break.
         self._environment: Any = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", self._generation_tag()],
         )
-        self._environment.filters["tojson"] = _to_json
-        self._environment.globals["raise_exception"] = self._raise
+        # Jinja's own filter writes characters of HTML as escapes.
+        self._environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        self._environment.globals["raise_exception"] = _raise
         self._environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = special_tokens
         both = source + tool_source
@@ -202,13 +201,9 @@ class ChatTemplate:
         _check(text, messages)
         return text
 
-    def _raise(self, message: str) -> None:
-        raise self._jinja.TemplateError(message)
-
     def _generation_tag(self) -> type:
         """The tag ``{% generation %}``, which puts marks around what it contains."""
-        nodes = import_extra("jinja2.nodes", "a template", "tokenizers", TokenizerError)
-        ext = import_extra("jinja2.ext", "a template", "tokenizers", TokenizerError)
+        from jinja2 import ext, nodes
 
         def parse(_: Any, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -273,18 +268,5 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter writes characters of HTML as escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _raise(message: str) -> NoReturn:
+    raise ConversationError(message)

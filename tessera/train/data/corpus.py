@@ -303,11 +303,14 @@ def load(
     if config.name == "synthetic":
         tokenizer, sources = _make_synthetic(config, sequence_length, seed, vocab_size)
     else:
-        encoders = [Encoder(own, vocab_size) for _, _, own in _sources_of(config)]
-        tokenizer = encoders[0].tokenizer
+        named = [
+            (name, weight, Encoder(own, vocab_size))
+            for name, weight, own in _sources_of(config)
+        ]
+        tokenizer = named[0][2].tokenizer
         sources = [
-            _read_source(source, encoder, sequence_length, vocab_size)
-            for source, encoder in zip(_sources_of(config), encoders, strict=True)
+            _read_source(name, weight, encoder, sequence_length)
+            for name, weight, encoder in named
         ]
     for source in sources:
         _check_text(source, config.validation_fraction)
@@ -331,16 +334,13 @@ def _sources_of(config: DataConfig) -> list[tuple[str, float, DataConfig]]:
 
 
 def _read_source(
-    source: tuple[str, float, DataConfig],
-    encoder: Encoder,
-    sequence_length: int,
-    vocab_size: int,
+    name: str, weight: float, encoder: Encoder, sequence_length: int
 ) -> Source:
-    name, weight, config = source
+    config = encoder.config
     title = f"text at {config.path!r}"
     if config.name == "stdlib":
         title = f"standard library of Python {platform.python_version()}"
-    sides, ignored = prepare(config, units_of(config), encoder, vocab_size)
+    sides, ignored = prepare(units_of(config), encoder)
     streams = [
         TokenStream(
             (shard for block in blocks for shard in block.shards),

@@ -56,6 +56,8 @@ class Encoder:
       vocab_size: The model's vocabulary size.
 
     Attributes:
+      config: The settings.
+      vocab_size: The model's vocabulary size.
       tokenizer: The tokenizer.
       separator: The id before every document, or None.
 
@@ -68,7 +70,7 @@ class Encoder:
     def __init__(self, config: DataConfig, vocab_size: int) -> None:
         self.tokenizer = load_tokenizer(config.tokenizer_name)
         self.separator: int | None = self.tokenizer.separator
-        self._config, self._vocab_size = config, vocab_size
+        self.config, self.vocab_size = config, vocab_size
         self._template: TemplateProcess | None = None
         if config.messages_key:
             _, self._template = chat_template_of(self.tokenizer, config.tokenizer_name)
@@ -103,13 +105,13 @@ class Encoder:
         except ConversationError as error:
             unit, offset = record.unit, record.offset
             raise bad_conversation(unit, offset, str(error)) from error
-        if out_of_vocabulary(ids, self._vocab_size).size:
+        if out_of_vocabulary(ids, self.vocab_size).size:
             check_tokens(
                 record.name,
                 text,
                 ids,
                 self.tokenizer,
-                self._vocab_size,
+                self.vocab_size,
                 first_line=record.first_line,
             )
         return Encoded(ids, loss_mask, _size(text))
@@ -120,7 +122,7 @@ class Encoder:
         assert self._template is not None
         assert isinstance(self.tokenizer, JsonTokenizer)
         ignored.update(self._template.unread(conversation))
-        learns_all = self._config.loss_on == "all"
+        learns_all = self.config.loss_on == "all"
         if learns_all and not any(map(is_unlearned, conversation.messages)):
             text = self._template.render(conversation)
             return text, self.tokenizer.encode_chat(text)[0], None
@@ -155,7 +157,7 @@ class Encoder:
 
     def _encode_batch(self, records: Sequence[Record]) -> list[Encoded]:
         ids = self.tokenizer.encode_batch([record.text for record in records])
-        if any(out_of_vocabulary(each, self._vocab_size).size for each in ids):
+        if any(out_of_vocabulary(each, self.vocab_size).size for each in ids):
             raise TokenRangeError(
                 "some record has a token that the model does not have"
             )

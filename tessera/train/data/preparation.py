@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,21 +73,6 @@ class Task:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Job:
-    """What workers need to make blocks.
-
-    Attributes:
-      config: The settings of one source of text.
-      vocab_size: The model's vocabulary size.
-      tasks: The blocks.
-    """
-
-    config: DataConfig
-    vocab_size: int
-    tasks: Sequence[Task]
-
-
 def cache_folder(config: DataConfig) -> Path:
     """``data.cache_dir``, or ``tessera/tokens`` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -95,18 +81,13 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def prepare(
-    config: DataConfig,
-    sides: Sequence[Sequence[Unit]],
-    encoder: Encoder,
-    vocab_size: int,
+    sides: Sequence[Sequence[Unit]], encoder: Encoder
 ) -> tuple[list[list[StoredBlock]], set[str]]:
     """The tokens of some units, made now or by an earlier run.
 
     Args:
-      config: The settings of one source of text.
       sides: The units of the training and of the validation text.
-      encoder: The tokenizer.
-      vocab_size: The model's vocabulary size.
+      encoder: The tokenizer, with the settings of one source of text.
 
     Returns:
       The blocks of each side, and the keys of records that were ignored.
@@ -117,19 +98,17 @@ def prepare(
         killed.
       TesseraError: What ``read_records`` and ``Encoder.encode`` raise.
     """
+    config = encoder.config
     folder = cache_folder(config) / _settings_fingerprint(config)
     tasks = [list(_tasks(units, folder)) for units in sides]
-    job = Job(config, vocab_size, [task for side in tasks for task in side])
-    _make_missing(job, folder)
+    _make_missing([task for side in tasks for task in side], encoder, folder)
     blocks = [[read_block(task.folder) for task in side] for side in tasks]
     ignored = set[str]()
-    for task, block in zip(
-        job.tasks, (b for side in blocks for b in side), strict=True
-    ):
+    for task, block in zip(chain(*tasks), chain(*blocks), strict=True):
         ignored.update(block.ignored)
-        if any(shard.largest_id >= vocab_size for shard in block.shards):
+        if any(shard.largest_id >= encoder.vocab_size for shard in block.shards):
             # Made for a larger model; reading it again names the text and raises.
-            for _ in _encode(task, config, encoder, set()):
+            for _ in _encode(task, encoder, set()):
                 pass
     return blocks, ignored
 
@@ -178,15 +157,13 @@ def _task(units: Sequence[Unit], folder: Path) -> Task:
 # --- making blocks
 
 
-def _make_missing(job: Job, folder: Path) -> None:
-    missing = [task for task in job.tasks if not task.folder.exists()]
-    if not missing:
+def _make_missing(tasks: Sequence[Task], encoder: Encoder, folder: Path) -> None:
+    if not (missing := _missing(tasks)):
         return
     with _writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    job = dataclasses.replace(job, tasks=missing)
     useful = 1 + sum(task.num_bytes for task in missing) // _WORKER_BYTES
-    most = job.config.num_workers or usable_cores()
+    most = encoder.config.num_workers or usable_cores()
     count = min(most, len(missing), useful)
     _log.info(
         "making the tokens of %d blocks of text, %d at a time", len(missing), count
@@ -194,9 +171,13 @@ def _make_missing(job: Job, folder: Path) -> None:
     # Tables are decompressed in a process that may take no more than some memory.
     has_tables = any(unit.format == PARQUET for task in missing for unit in task.units)
     if count == 1 and not has_tables:
-        make_blocks(job)
+        _make_blocks(missing, encoder)
     else:
-        _run_workers(job, count)
+        _run_workers(missing, encoder, count)
+
+
+def _missing(tasks: Sequence[Task]) -> list[Task]:
+    return [task for task in tasks if not task.folder.exists()]
 
 
 def usable_cores() -> int:
@@ -206,24 +187,19 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def make_blocks(job: Job) -> None:
+def _make_blocks(missing: Sequence[Task], encoder: Encoder) -> None:
     """Make every block that does not exist, beside other processes that do the same.
 
     Returns when all of them exist.
-
-    Raises:
-      TesseraError: As ``prepare``.
     """
-    encoder = Encoder(job.config, job.vocab_size)
-    missing = list(job.tasks)
     while missing:
-        made = [_make_block(task, job.config, encoder) for task in missing]
-        missing = [task for task in missing if not task.folder.exists()]
+        made = [_make_block(task, encoder) for task in missing]
+        missing = _missing(missing)
         if missing and not any(made):
             time.sleep(_POLL_SECONDS)  # others make the rest, or are killed
 
 
-def _make_block(task: Task, config: DataConfig, encoder: Encoder) -> bool:
+def _make_block(task: Task, encoder: Encoder) -> bool:
     """Make a block, unless it exists or another process makes it; whether it did."""
     if task.folder.exists():
         return False
@@ -235,28 +211,24 @@ def _make_block(task: Task, config: DataConfig, encoder: Encoder) -> bool:
         # Another process may have made it since.
         is_missing = not task.folder.exists()
         if is_missing:
-            _write_block(task, config, encoder, is_locked=bool(is_locked))
+            _write_block(task, encoder, is_locked=bool(is_locked))
         # Whoever has opened the file before finds the block when it gets the lock.
         lock_path.unlink(missing_ok=True)
     return is_missing
 
 
-def _write_block(
-    task: Task, config: DataConfig, encoder: Encoder, *, is_locked: bool
-) -> None:
+def _write_block(task: Task, encoder: Encoder, *, is_locked: bool) -> None:
     ignored = set[str]()
     with new_block(task.folder, is_locked=is_locked) as folder:
         writer = BlockWriter(folder, encoder.separator, encoder.tokenizer.vocab_size)
-        for encoded in _encode(task, config, encoder, ignored):
+        for encoded in _encode(task, encoder, ignored):
             writer.add(*encoded)
         writer.finish(ignored)
 
 
-def _encode(
-    task: Task, config: DataConfig, encoder: Encoder, ignored: set[str]
-) -> Iterator[Any]:
+def _encode(task: Task, encoder: Encoder, ignored: set[str]) -> Iterator[Any]:
     for unit in task.units:
-        records = read_records(unit, config, ignored)
+        records = read_records(unit, encoder.config, ignored)
         yield from encoder.encode_all(records, ignored)
 
 
@@ -275,17 +247,18 @@ def _writing(folder: Path) -> Iterator[None]:
 # --- worker processes
 
 
-def _run_workers(job: Job, count: int) -> None:
+def _run_workers(missing: Sequence[Task], encoder: Encoder, count: int) -> None:
     """Make blocks in processes of their own.
 
     Raises:
       TokenCacheError: [T608] a process was killed, or takes too much memory.
-      TesseraError: As ``make_blocks`` would raise it in one process.
+      TesseraError: As ``_make_blocks`` would raise it in one process.
     """
     workers = [WorkerProcess(READER_BYTES) for _ in range(count)]
+    work = missing, encoder.config, encoder.vocab_size
     try:
         with ThreadPoolExecutor(count) as threads:
-            results = [threads.submit(one.call, make_blocks, job) for one in workers]
+            results = [threads.submit(one.call, _work, *work) for one in workers]
             try:
                 for result in as_completed(results):
                     result.result()
@@ -302,7 +275,10 @@ def _run_workers(job: Job, count: int) -> None:
         ) from error
     except TesseraError:
         # An earlier text may have an error too, which another worker had not reached.
-        missing = [task for task in job.tasks if not task.folder.exists()]
         if count > 1:
-            _run_workers(dataclasses.replace(job, tasks=missing[:count]), 1)
+            _run_workers(_missing(missing)[:count], encoder, 1)
         raise
+
+
+def _work(missing: Sequence[Task], config: DataConfig, vocab_size: int) -> None:
+    _make_blocks(missing, Encoder(config, vocab_size))

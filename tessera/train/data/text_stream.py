@@ -72,18 +72,15 @@ class TextStream:
         if starts:
             self.is_ended, self._held = True, ""
             return held[: min(starts)]
-        sizes = range(max(map(len, self._stops), default=1))
-        size = 0 if is_last else max(n for n in sizes if self._may_stop(held, n))
-        end = len(held) - size
+        begun = (
+            size
+            for stop in self._stops
+            for size in range(1, len(stop))
+            if held.endswith(stop[:size])
+        )
+        end = len(held) - (0 if is_last else max(begun, default=0))
         self._held = held[end:]
         return held[:end]
-
-    def _may_stop(self, text: str, size: int) -> bool:
-        """Whether the last characters may be the beginning of a stop text."""
-        tail = text[len(text) - size :] if size <= len(text) else None
-        return not size or any(
-            tail is not None and stop.startswith(tail) for stop in self._stops
-        )
 
 
 def stream_texts(

@@ -146,7 +146,12 @@ class JsonTokenizer:
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         named = self.folder.separator
         if named is not None and named not in vocab:
-            raise _no_token(path, named)
+            raise TokenizerError(
+                "the tokenizer does not have the token that begins its texts",
+                got=f"tokenizer_config.json: {named!r}, which {path.name} does not "
+                "have",
+                fix="use the files of one tokenizer",
+            )
         names = _SEPARATORS if named is None else (named,)
         self.separator: int | None = next(
             (vocab[name] for name in names if name in vocab), None
@@ -295,14 +300,6 @@ def _file_in(folder: Path) -> Path:
         got=f"no {TOKENIZER_FILE}",
         fix="save the tokenizer there with Hugging Face Transformers' save_pretrained, "
         "or choose another one: data.tokenizer=<file or folder>, or bytes",
-    )
-
-
-def _no_token(path: Path, name: str) -> TokenizerError:
-    return TokenizerError(
-        "the tokenizer does not have the token that begins its texts",
-        got=f"tokenizer_config.json: {name!r}, which {path.name} does not have",
-        fix="use the files of one tokenizer",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tessera.errors import TokenizerError
 from tessera.errors.untrusted_text import check_json_values
-from tessera.train.files.regular_files import check_regular
+from tessera.train.files.regular_files import read_regular
 
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
@@ -97,12 +97,7 @@ def folder_files(file: Path) -> list[Path]:
 
 
 def _content(path: Path) -> str:
-    if not path.exists():
-        return ""
-    check_regular(path)
-    if (size := path.stat().st_size) > LONGEST_FILE:
-        raise ValueError(f"{size:,} bytes, of {LONGEST_FILE:,}")
-    return path.read_text(encoding="utf-8")
+    return read_regular(path, LONGEST_FILE).decode() if path.exists() else ""
 
 
 def _content_of_token(value: Any) -> str:
