@@ -122,7 +122,7 @@ def test_every_kind_of_array_is_checked():
 def test_what_is_not_annotated_as_an_array_is_left_alone():
     def f(a: callable, b: Any, c: Dict[str, Any], d: int, e: "no such thing", g=1): ...
 
-    bind(f, (1, 2, 3, "4", 5, 6), {}, name="f")
+    assert bind(f, (1, 2, 3, "4", 5, 6), {}, name="f").arguments == ()
 
 
 def test_more_arguments_by_position_and_keyword_are_checked_each():
@@ -195,7 +195,8 @@ def test_arrays_in_containers_are_checked(hint, value, path):
     f.__annotations__ = {"x": ts.Tensor["B"], "y": hint}
     assert "B is 4 by x (dim 0)" in (message := refusal(f, array(4), value))
     assert f"3 by {path} (dim 0)" in message
-    assert bind(f, (array(4), jax.tree.map(lambda _: array(4), value)), {}, name="f")
+    equal = bind(f, (array(4), jax.tree.map(lambda _: array(4), value)), {}, name="f")
+    assert equal.dim_names[path] == ("B",)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_what_a_union_or_a_container_of_another_kind_says_nothing_of(hint, value
     def f(y): ...
 
     f.__annotations__ = {"y": hint}
-    bind(f, (value,), {}, name="f")
+    assert bind(f, (value,), {}, name="f").arguments == ()
 
 
 # --- results

@@ -341,8 +341,8 @@ def test_two_threads_do_not_mix_their_functions():
         thread.start()
     for thread in threads:
         thread.join()
-    for power, traced in found.items():
-        assert list(traced.origin.parameters) == [f"table_{power}"]
+    for power in (2, 3):
+        assert list(found[power].origin.parameters) == [f"table_{power}"]
 
 
 def test_a_program_that_threads_compile_at_once_counts_as_one():
@@ -374,5 +374,5 @@ def test_one_function_called_by_many_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    for n, sums in found.items():
-        np.testing.assert_allclose(sums, [jnp.sum(X * (n % 3))] * 5, atol=1e-6)
+    for n in range(6):
+        np.testing.assert_allclose(found[n], [jnp.sum(X * (n % 3))] * 5, atol=1e-6)

@@ -315,8 +315,16 @@ def test_the_cast_is_found_at_the_users_line(accelerator):
         with ts.autocast("bf16"):
             return x @ w
 
-    for equation in jaxprs.equations(ts.function(function).trace(X, W).graph.program):
-        assert __file__ in jaxprs.source_line(equation)
+    casts = [
+        equation
+        for equation in jaxprs.equations(
+            ts.function(function).trace(X, W).graph.program
+        )
+        if equation.primitive.name == "convert_element_type"
+    ]
+    line = function.__code__.co_firstlineno + 2
+    assert {jaxprs.source_line(cast) for cast in casts} == {f"{__file__}:{line}"}
+    assert len(casts) == 2
 
 
 def test_casting_twice_is_casting_once(accelerator):

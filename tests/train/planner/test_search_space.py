@@ -56,8 +56,9 @@ def test_a_mesh_of_the_command_line_stays():
 
 
 def test_microbatches_share_the_global_batch():
-    for layout in layouts_on(space(), (("dp", 2), ("tp", 4))):
-        assert layout.global_batch_size == 16
+    layouts = layouts_on(space(), (("dp", 2), ("tp", 4)))
+    assert {layout.micro_batch_size for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.global_batch_size for layout in layouts} == {16}
 
 
 def test_a_mesh_has_to_share_the_batch():
