@@ -124,3 +124,19 @@ def test_a_target_is_left_out_where_its_token_is_not_learned(
                 expected["targets"][at] = IGNORE_INDEX
         for name, values in expected.items():
             np.testing.assert_array_equal(row[name], values)
+
+
+def test_the_fingerprint_of_equal_tokens_knows_documents_separators_and_masks():
+    one, two = np.array([0, 1]), np.array([0, 2])
+    learned = np.array([True, False])
+    streams = [
+        join(documents, separator=separator, vocab_size=10)
+        for documents, separator in (
+            ([(one, None), (two, None)], None),
+            ([(np.concatenate([one, two]), None)], None),
+            ([(one[1:], None), (two[1:], None)], 0),
+            ([(one, None), (two, learned)], None),
+        )
+    ]
+    assert {tuple(stream.read(0, 9).tokens) for stream in streams} == {(0, 1, 0, 2)}
+    assert len({stream.fingerprint for stream in streams}) == len(streams)
