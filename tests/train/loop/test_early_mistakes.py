@@ -92,14 +92,18 @@ def test_mistakes_are_told_without_jax_flax_optax_orbax_and_grain(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow(reason="it starts processes")
-def test_what_asks_the_model_needs_no_more_than_the_model(tmp_path):
+@pytest.fixture(scope="module")
+def told():
+    """What a process prints that imports more and more, and its errors."""
     program = f"""
 import sys
 from pathlib import Path
+import tessera, tessera.train.commands.launch
+print([name for name in {HEAVY!r} if name in sys.modules])
 from tessera.train.config.command_line import read_command_line
 code = read_command_line(Path({str(CONFIGS_DIR)!r}), ["model.mesh_shape=[[3],[tp]]"])
 print(code, [name for name in {HEAVY!r} if name in sys.modules])
+print(tessera.Mesh is tessera.dist.Mesh)
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -108,25 +112,16 @@ print(code, [name for name in {HEAVY!r} if name in sys.modules])
         text=True,
         timeout=300,
     )
-    told = "2 ['jax', 'jaxlib', 'flax', 'optax', 'rich']\n"  # what the model imports
-    assert done.stdout == told, done.stderr
-    assert done.stderr.startswith("[T402] ")
+    return done.stdout.splitlines(), done.stderr
 
 
-@pytest.mark.slow(reason="it starts processes")
-def test_the_facade_and_the_launcher_import_no_jax():
-    program = f"""
-import sys
-import tessera, tessera.train.commands.launch
-print([name for name in {HEAVY!r} if name in sys.modules])
-assert tessera.Mesh is tessera.dist.Mesh
-print("jax" in sys.modules)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout == "[]\nTrue\n", done.stderr
+def test_the_facade_and_the_launcher_import_no_jax(told):
+    lines, errors = told
+    assert lines[0] == "[]", errors
+    assert lines[2] == "True"
+
+
+def test_what_asks_the_model_needs_no_more_than_the_model(told):
+    lines, errors = told
+    assert lines[1] == "2 ['jax', 'jaxlib', 'flax', 'optax', 'rich']"
+    assert errors.startswith("[T402] ")
