@@ -32,6 +32,7 @@ _log: Final = logging.getLogger("tessera")
 _SHOWN: Final = (
     "grad_norm",
     "learning_rate",
+    "learned_fraction",
     "mfu",
     "loss_scale",
     "loss_z",
@@ -103,7 +104,12 @@ class StepMetrics:
         is_spike = self._check_spike(step, numbers)
         self._count_skipped(step, numbers, skips=is_spike)
         training = self._run.config.training
-        numbers["tokens_per_second"] = numbers.pop("tokens") / seconds
+        # All that are read. Of conversations, the loss is that of a part of them.
+        rows = self._run.config.rows_per_step(self._run.mesh)
+        tokens = rows * training.sequence_length
+        numbers["tokens_per_second"] = tokens / seconds
+        if (learned := numbers.pop("tokens") / tokens) < 0.995:
+            numbers["learned_fraction"] = learned
         numbers["step_seconds"] = seconds
         numbers["data_wait_fraction"] = self._data_wait / seconds
         self._rank_times.take(step, seconds, self._device_wait)
