@@ -17,6 +17,8 @@ encoding       records -> ids
 extras         imports optional libraries
 synthetic      generates ids without text
 packing        documents -> one token stream -> rows
+conversation_rows
+               conversations -> rows, each of them whole
 shards         tokens in files, with checksums
 preparation    makes the files that are missing, in several processes
 batches        rows -> batches, by grain

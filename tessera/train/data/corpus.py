@@ -19,6 +19,11 @@ from tessera.train.data.batches import (
     train_batches,
     validation_batches,
 )
+from tessera.train.data.conversation_rows import (
+    ConversationRows,
+    describe_cut,
+    learned_share,
+)
 from tessera.train.data.data_config import DataConfig, check
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.files import units_of
@@ -62,6 +67,21 @@ class Source:
         """The keys of its records that are not used, or nothing."""
         keys = ", ".join(sorted(self.ignored))
         return keys and f"keys of the records of {self.name}: {keys}"
+
+    @property
+    def learned(self) -> float | None:
+        """The share of the tokens that have a loss; None for text, which has all."""
+        return learned_share(self._conversations)
+
+    @property
+    def cut(self) -> str:
+        """How many conversations are longer than a row; nothing if none is."""
+        return describe_cut(self.name, self._conversations)
+
+    @property
+    def _conversations(self) -> list[ConversationRows]:
+        sides = (self.train_rows, self.validation_rows)
+        return [side for side in sides if isinstance(side, ConversationRows)]
 
 
 def _sizes(rows: PackedRows) -> str:
@@ -234,6 +254,10 @@ class Corpus:
             f"{label:<12}" + text.replace("\n", indent) for label, text in lines
         )
 
+    def warnings(self) -> list[str]:
+        """What is left out of the rows, a sentence for each source."""
+        return [source.cut for source in self.sources if source.cut]
+
     def describe_tokenizer(self) -> str:
         """The tokenizer, its ids, and what stands between two documents."""
         between = "no separator"
@@ -348,8 +372,10 @@ def _read_source(
         )
         for blocks in sides
     ]
-    rows = _rows(streams, sequence_length)
-    return Source(name, title, weight, *rows, ignored)
+    if config.messages_key:
+        train, validation = (ConversationRows(s, sequence_length) for s in streams)
+        return Source(name, title, weight, train, validation, ignored)
+    return Source(name, title, weight, *_rows(streams, sequence_length), ignored)
 
 
 def _rows(
@@ -396,17 +422,29 @@ def _check_text(source: Source, fraction: float) -> None:
             got=f"data.validation_fraction={fraction} of {train.num_tokens:,} tokens",
             fix="raise data.validation_fraction, or use 0 for no validation",
         )
+    for rows in (source.train_rows, source.validation_rows):
+        if rows.stream.num_tokens and isinstance(rows, ConversationRows) and not rows:
+            raise EmptyDataError(
+                f"no answer begins within a row: {source.title}",
+                got=f"training.sequence_length={rows.sequence_length}, and a first "
+                "answer begins later in each conversation",
+                fix=f"use training.sequence_length={rows.longest - 1}",
+            )
 
 
 def _too_small(sources: Sequence[PackedRows], batch_size: int) -> EmptyDataError:
     tokens = sum(rows.stream.num_tokens for rows in sources)
     num_rows, length = sum(map(len, sources)), sources[0].sequence_length
     fixes = [f"a batch of at most {num_rows} rows"] if num_rows else []
-    if longest := max(tokens - 1, 0) // batch_size:
+    longest, got = max(tokens - 1, 0) // batch_size, "tokens / sequence length"
+    chats = [rows for rows in sources if isinstance(rows, ConversationRows)]
+    if chats:  # whole conversations fill fewer tokens of a row
+        longest, got = tokens // batch_size - 1, "tokens, in rows of at most"
+    if longest > 0 and all(longest >= rows.longest for rows in chats):
         fixes.append(f"a sequence length of at most {longest}")
     return EmptyDataError(
         "the training data is smaller than one batch",
-        got=f"{tokens:,} tokens / sequence length {length:,} = {num_rows:,} rows, "
+        got=f"{tokens:,} {got} {length:,} = {num_rows:,} rows, "
         f"and a batch takes {batch_size:,}",
         fix="use " + ", or ".join([*fixes, "more text"]),
     )

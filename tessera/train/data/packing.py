@@ -151,14 +151,15 @@ class TokenStream:
       num_tokens: Tokens of all shards.
       num_documents: Documents of all shards.
       num_bytes: Size of the text; 0 if the tokens are not from text.
+      begins: The index at which each shard begins, and the end of the last.
     """
 
     def __init__(self, shards: Iterable[Shard], *, is_separated: bool) -> None:
         self.shards = [shard for shard in shards if shard.num_tokens]
         self.is_separated = is_separated
         sizes = [0, *(shard.num_tokens for shard in self.shards)]
-        self._begins = np.cumsum(np.array(sizes, np.int64))
-        self.num_tokens = int(self._begins[-1])
+        self.begins = np.cumsum(np.array(sizes, np.int64))
+        self.num_tokens = int(self.begins[-1])
         self.num_documents = sum(shard.num_documents for shard in self.shards)
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
 
@@ -175,11 +176,11 @@ class TokenStream:
           TokenCacheError: [T608] a shard is damaged.
         """
         end = min(end, self.num_tokens)
-        first = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        first = int(np.searchsorted(self.begins, begin, side="right")) - 1
         tokens = np.empty(max(end - begin, 0), np.int32)
         starts = [np.empty(0, np.int64)]
         loss_mask = None
-        for shard, at in zip(self.shards[first:], self._begins[first:], strict=False):
+        for shard, at in zip(self.shards[first:], self.begins[first:], strict=False):
             if at >= end:
                 break
             low = max(begin - int(at), 0)
@@ -305,8 +306,7 @@ class PackedRows:
         Raises:
           TokenCacheError: [T608] a shard is damaged.
         """
-        length, begin = self.sequence_length, index * self.sequence_length
-        window = self.stream.read(begin, begin + length + 1)
+        window = self._window(index)
         cuts = window.starts[window.starts > 0]
         targets = window.tokens[1:].copy()
         if not self.stream.is_separated:
@@ -327,6 +327,11 @@ class PackedRows:
         for name, values in row.items():
             padded[name][: values.size] = values
         return padded
+
+    def _window(self, index: int) -> TokenSlice:
+        """What a row is of: its tokens and the target of its last."""
+        begin = index * self.sequence_length
+        return self.stream.read(begin, begin + self.sequence_length + 1)
 
     def padding(self) -> Batch:
         """A row of padding: all targets -100, the rest 0."""

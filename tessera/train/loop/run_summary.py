@@ -81,9 +81,12 @@ def _data(corpus: Corpus) -> str:
             s.stream.num_tokens for s in (source.train_rows, source.validation_rows)
         ]
         share = f" ({source.weight / total:.1%})" if len(corpus.sources) > 1 else ""
-        texts.append(
+        text = (
             f"{source.title}{share}: {sizes[0]:,} tokens, {sizes[1]:,} for validation"
         )
+        if (learned := source.learned) is not None:
+            text += f"; {learned:.0%} of the tokens are learned (data.loss_on)"
+        texts.append(text)
     return "; ".join(texts)
 
 

@@ -114,7 +114,7 @@ def train(
             published=_published(composed, choice.checkpoint),
         ) as checkpoints,
     ):
-        for line in (*choice.warnings, *run.warnings()):
+        for line in (*choice.warnings, *run.warnings(), *corpus.warnings()):
             log.warning("%s", line)
         for line in messages:
             log.info("%s", line)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of a run, and the whole answer of a dry run."""
 
+import json
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tessera.train.data.data_config import DataConfig, SourceConfig, SyntheticCo
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.run_summary import dry_run_text, run_rows, start_rows
 from tests.small_model import SMALL
+from tests.train.data.chat_folders import turns, write_folder
 
 # What was compiled elsewhere has the lines of elsewhere, which say what is planned.
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -193,6 +195,7 @@ def started(
     optimizer: OptimizerConfig | None = None,
     data: DataConfig | None = None,
     ignored: Collection[str] = (),
+    length: int = 16,
     **training: Any,
 ) -> dict[str, str]:
     """The rows of a run that begins."""
@@ -202,7 +205,7 @@ def started(
     data = data or DataConfig(
         name="synthetic", synthetic=SyntheticConfig(tokens=4000, vocab_size=64)
     )
-    corpus = load(data, sequence_length=16, seed=0, vocab_size=257)
+    corpus = load(data, sequence_length=length, seed=0, vocab_size=300)
     first, *others = corpus.sources
     corpus = replace(corpus, sources=[replace(first, ignored=ignored), *others])
     composed = Composed(settings, "", folder, changed=changed)
@@ -273,3 +276,18 @@ def test_each_source_of_a_mixture_has_its_share_and_what_is_not_used(tmp_path):
     shares = re.findall(r"\((\S+%)\): ([\d,]+) tokens, (\d+) for", rows["data"])
     assert [share for share, *_ in shares] == ["25.0%", "75.0%"]
     assert "epochs of a, " in rows["batch"]
+
+
+def test_conversations_say_which_part_of_them_is_learned(tmp_path):
+    pytest.importorskip("jinja2")
+    line = json.dumps({"messages": turns("hi", "hello")}) + "\n"
+    (tmp_path / "chats.jsonl").write_text(line * 30)
+    data = DataConfig(
+        **{"name": "text", "path": str(tmp_path / "chats.jsonl")},
+        **{"messages_key": "messages", "loss_on": "answers"},
+        tokenizer=str(write_folder(tmp_path, "llama", marked=True)),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    rows = started(tmp_path, data=data, length=80)
+    learned = "; 8% of the tokens are learned (data.loss_on)"  # by hand: 3 of 38
+    assert rows["data"].endswith(f" tokens, 38 for validation{learned}")
