@@ -88,9 +88,18 @@ def unknown_files(
     """An error for each choice that its group does not have."""
     for group, name in choices.items():
         if name not in files[group]:
-            here = f"write {group}=./{name} for what is here" * os.path.exists(name)
+            here = ""
+            if os.path.exists(name):
+                chats = _conversation_setting(name) if group == "data" else ""
+                here = f"write {group}=./{name}{chats} for what is here"
             yield _UNKNOWN.get(group, SettingValueError)(
                 f"there is no {group} {name!r}",
                 got=f"{group}={name}",
                 fix=here or did_you_mean(name, files[group]),
             )
+
+
+def _conversation_setting(path: str) -> str:
+    from tessera.train.data.records import conversation_setting  # for mistakes alone
+
+    return conversation_setting(path)

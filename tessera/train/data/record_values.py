@@ -112,6 +112,15 @@ def _check_message(message: Message, number: int, key: str) -> None:
         raise UnusableRecordError(reason)
 
 
+def messages_keys(record: Mapping[str, Any]) -> list[str]:
+    """The keys of a record that have messages."""
+    return [
+        str(key)[:40]
+        for key, value in record.items()
+        if value and _are_objects(value) and {"role", "content"} <= value[0].keys()
+    ]
+
+
 def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of command lines that mean nothing, or would be dangerous."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tessera.errors import TesseraError
@@ -297,3 +300,19 @@ def test_what_a_later_value_replaces_is_never_resolved(monkeypatch):
     monkeypatch.setenv("SECRET", SECRET)
     given = ["model.num_layers=${oc.env:SECRET}", "model.num_layers=2"]
     assert compose(given, CONFIGS_DIR).flat["model.num_layers"] == "2"
+
+
+def test_a_file_in_the_place_of_a_group_s_name_says_all_that_is_to_be_typed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    Path("chats.jsonl").write_text(json.dumps(chat) + "\n")
+    Path("book.txt").write_text("Call me Ishmael.")
+    for name, setting in (
+        ("chats.jsonl", " data.messages_key=messages"),
+        ("book.txt", ""),
+    ):
+        with pytest.raises(TesseraError) as caught:
+            composed(f"data={name}")
+        assert caught.value.fix == f"write data=./{name}{setting} for what is here"

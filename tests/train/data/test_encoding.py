@@ -60,16 +60,20 @@ def rendered(folder, messages, **arguments):
         return None
 
 
-def encoded(folder, messages, loss_on):
+def encoder_of(folder, loss_on):
     config = DataConfig(
         **{"name": "text", "path": "x", "tokenizer": str(folder)},
         **{"messages_key": "messages", "loss_on": loss_on},
     )
+    return Encoder(config, 300)
+
+
+def encoded(folder, messages, loss_on):
     conversation = Conversation(messages)
     record = Record(
         Unit("a.parquet", Path("a.parquet"), "parquet"), 2, "", conversation
     )
-    return Encoder(config, 300).encode(record, set())
+    return encoder_of(folder, loss_on).encode(record, set())
 
 
 def learned(folder, made):
@@ -167,6 +171,19 @@ def test_a_conversation_without_an_answer_is_a_bad_record(tmp_path):
         "  got: a.parquet, row 3: it has no answer of the role 'assistant'\n"
     )
     assert encoded(folder, turns("hi"), "all") is not None
+
+
+def test_a_bad_conversation_says_how_many_after_it_are_bad_too(tmp_path):
+    folder = write_folder(tmp_path, "qwen", marked=True)
+    chats = [turns("hi", "hello"), turns("hi"), turns("hi"), turns("hi", "hello")]
+    unit = Unit("a.parquet", Path("a.parquet"), "parquet")
+    records = [Record(unit, i, "", Conversation(one)) for i, one in enumerate(chats)]
+    with pytest.raises(BadRecordError) as caught:
+        list(encoder_of(folder, "answers").encode_all(records, set()))
+    assert (
+        "  got: a.parquet, row 2: it has no answer of the role 'assistant'\n"
+        "  got: 1 of the 2 records after it cannot be used either: row 3\n"
+    ) in str(caught.value)
 
 
 def test_what_a_template_refuses_is_a_bad_record(tmp_path):

@@ -193,6 +193,39 @@ def test_a_bad_record_is_an_error_with_its_line(tmp_path, bad, reason):
     assert f"got: {path}, line 3: {reason}" in str(caught.value)
 
 
+def test_a_bad_record_says_how_many_after_it_are_bad_too(tmp_path, monkeypatch):
+    path, good = tmp_path / "a.jsonl", '{"text": "good"}\n'
+    path.write_text((good + '{"text": 1}\n') * 9)
+    with pytest.raises(BadRecordError) as caught:
+        records_of(path)
+    assert (
+        f"  got: {path}, line 2: its 'text' is a number, not text\n"
+        "  got: 8 of the 16 records after it cannot be used either: lines 4, 6, 8, 10, "
+        "12, …\n"
+    ) in str(caught.value)
+    monkeypatch.setattr(records, "_LOOK_AHEAD", 3)
+    path.write_text(('{"text": 1}\n' + good) * 9)
+    with pytest.raises(BadRecordError, match=r"1 of the 3 records after .*: line 3\n"):
+        records_of(path)
+    path.write_text(good + '{"text": 1}\n' + good * 9)
+    with pytest.raises(BadRecordError) as caught:
+        records_of(path)
+    assert "either" not in str(caught.value)
+
+
+def test_conversations_without_their_setting_say_which_it_is(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "chat": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(BadRecordError) as caught:
+        records_of(path)
+    reason = "it has no key 'text'; for its conversation, write data.messages_key=chat"
+    assert reason in str(caught.value)
+    assert records.conversation_setting(str(path)) == " data.messages_key=chat"
+    path.write_text('{"text": "a", "chat": []}\n')
+    assert records.conversation_setting(str(path)) == ""
+    assert records.conversation_setting(str(tmp_path)) == ""
+
+
 def test_a_text_file_of_many_megabytes_is_several_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "MOST_TEXT_BYTES", 10)
     path = tmp_path / "a.txt"
