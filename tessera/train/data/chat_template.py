@@ -110,9 +110,13 @@ class ChatTemplate:
         return self._render(conversation, add_generation_prompt, "", "")
 
     def render_answers(
-        self, conversation: Conversation
+        self, conversation: Conversation, first: int = 0
     ) -> tuple[str, list[AnswerRange]]:
         """The text of a conversation, and where the assistant's answers are in it.
+
+        Args:
+          conversation: The conversation.
+          first: The message from which on answers are looked for.
 
         Raises:
           ConversationError: The template does not accept it; there are no answers; or
@@ -120,22 +124,30 @@ class ChatTemplate:
         """
         text = self.render(conversation)
         find = self._marked if self._has_generation else self._added
-        answers = [one for one in find(conversation, text) if one.begin < one.end]
+        found = find(conversation, text, first)
+        answers = [one for one in found if one.begin < one.end]
         if not answers:
-            raise ConversationError("it has no answer of the role 'assistant'")
+            after = " after its last message of a user" if first else ""
+            raise ConversationError(f"it has no answer of the role 'assistant'{after}")
         return text, answers
 
-    def _marked(self, conversation: Conversation, text: str) -> Iterator[AnswerRange]:
+    def _marked(
+        self, conversation: Conversation, text: str, first: int
+    ) -> Iterator[AnswerRange]:
         parts = self._blocks(conversation)
         # A filter may have seen a mark, or a message may have one.
         if "".join(parts) != text or len(re.findall(f"[{_BEGIN}{_END}]", text)):
             raise ConversationError("the template changes its generation blocks")
-        numbers = self._messages_of_blocks(conversation, len(parts) // 2)
+        is_exact = bool(first) or any(map(is_unlearned, conversation.messages))
+        count = len(parts) // 2
+        numbers = [0] * count
+        if is_exact:
+            numbers = self._messages_of_blocks(conversation, count)
         end = 0
         for number, part in enumerate(parts):
             begin, end = end, end + len(part)
-            if number % 2:
-                message = conversation.messages[numbers[number // 2]]
+            if number % 2 and (of := numbers[number // 2]) >= first:
+                message = conversation.messages[of]
                 yield AnswerRange(begin, end, not is_unlearned(message))
 
     def _blocks(self, conversation: Conversation) -> list[str]:
@@ -144,10 +156,8 @@ class ChatTemplate:
         return re.split(f"[{_BEGIN}{_END}]", marked)
 
     def _messages_of_blocks(self, conversation: Conversation, count: int) -> list[int]:
-        """Which message each block is of; only exact if messages have weights."""
+        """Which message each block is of."""
         messages = conversation.messages
-        if not any(map(is_unlearned, messages)):
-            return [0] * count
         numbers = list[int]()
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -157,14 +167,16 @@ class ChatTemplate:
         if len(numbers) != count:
             raise ConversationError(
                 "the template writes other generation blocks when more messages "
-                "follow, so it is not known what a weight of 0 is of"
+                "follow, so it is not known which message a block is of"
             )
         return numbers
 
-    def _added(self, conversation: Conversation, text: str) -> Iterator[AnswerRange]:
+    def _added(
+        self, conversation: Conversation, text: str, first: int
+    ) -> Iterator[AnswerRange]:
         messages = conversation.messages
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and number >= first:
                 before = conversation._replace(messages=messages[:number])
                 with_answer = conversation._replace(messages=messages[: number + 1])
                 prompt = self.render(before, add_generation_prompt=True)

@@ -23,7 +23,7 @@ from tessera.train.files.hub import HubName
 
 SOURCES = ("stdlib", "text", "mixture", "synthetic")
 FORMATS = ("auto", "text", "jsonl")
-LOSS_ON = ("all", "answers")
+LOSS_ON = ("all", "answers", "last_turn")
 
 
 # Not frozen: OmegaConf would refuse to override a frozen dataclass.
@@ -88,7 +88,8 @@ class DataConfig:
       text_key: For JSON lines and tables: the key of the text.
       messages_key: For JSON lines and tables: the key of a list of messages with role
         and content, instead of a text; the tokenizer's chat template writes them.
-      loss_on: For messages: which tokens are learned.
+      loss_on: For messages: which tokens are learned; last_turn has the answers after
+        the last message of a user.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one;
         null is that of the folder of the model's weights, and bytes without a folder.
       validation_fraction: The share of the data for validation; 0 disables it, and 1

@@ -135,7 +135,11 @@ class Encoder:
         if learns_all and not any(map(is_unlearned, conversation.messages)):
             text = self._template.render(conversation)
             return text, self.tokenizer.encode_chat(text)[0], None
-        text, answers = self._template.render_answers(conversation)
+        first = 0
+        if self._config.loss_on == "last_turn":
+            roles = [message["role"] for message in conversation.messages]
+            first = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+        text, answers = self._template.render_answers(conversation, first)
         ids, characters = self.tokenizer.encode_chat(text)
         unlearned = [one for one in answers if not one.is_learned]
         if learns_all:

@@ -343,6 +343,7 @@ def bad_conversation(unit: Unit, offset: int, reason: str) -> BadRecordError:
         "template cannot use",
         got=f"{unit.path}, {position}: {reason}",
         fix="correct the record, or leave it out\n"
-        "if answers are not found, learn all that is written: data.loss_on=all\n"
+        "if answers are not found, learn those after the last message of a user: "
+        "data.loss_on=last_turn, or all that is written: data.loss_on=all\n"
         "or mark them by {% generation %} in the chat template of the model's folder",
     )

@@ -60,15 +60,15 @@ class TemplateProcess:
         return self._call(_render, self._template, conversation, prompt)
 
     def render_answers(
-        self, conversation: Conversation
+        self, conversation: Conversation, first: int = 0
     ) -> tuple[str, list[AnswerRange]]:
-        """The text of a conversation, and where the assistant's answers are in it.
+        """The text of a conversation, and where the answers from a message on are.
 
         Raises:
           ConversationError: As ``ChatTemplate.render_answers``.
           TokenizerError: [T605] as ``render``.
         """
-        text, answers = self._call(_render_answers, self._template, conversation)
+        text, answers = self._call(_render_answers, self._template, conversation, first)
         return text, [AnswerRange(*answer) for answer in answers]
 
     def unread(self, conversation: Conversation) -> Iterator[str]:
@@ -133,9 +133,9 @@ def _render(template: Any, conversation: Conversation, prompt: bool) -> str:
 
 
 def _render_answers(
-    template: Any, conversation: Conversation
+    template: Any, conversation: Conversation, first: int
 ) -> tuple[str, list[AnswerRange]]:
-    text, answers = _compiled(*template).render_answers(conversation)
+    text, answers = _compiled(*template).render_answers(conversation, first)
     return _checked(text), answers
 
 

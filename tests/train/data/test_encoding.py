@@ -125,6 +125,27 @@ def test_an_answer_and_its_end_are_learned_and_nothing_else(
     assert everything.loss_mask is None
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_last_turn_is_known_where_earlier_answers_change(tmp_path, marked):
+    folder = write_folder(tmp_path, "qwen", marked=marked)
+    chat = CONVERSATIONS["two turns"]
+    made = encoded(folder, chat, "last_turn")
+    assert learned(folder, made) == ["<think>\n\n</think>\n\n  naïve 😀!\n<|im_end|>\n"]
+    assert made.ids.tolist() == encoded(folder, chat, "all").ids.tolist()
+    # An answer that calls a tool, and the one after the tool, are one turn.
+    tool = [{"role": "tool", "content": "7"}, {"role": "assistant", "content": "all"}]
+    texts = learned(folder, encoded(folder, [*chat, *tool], "last_turn"))
+    assert [text.count("<|im_end|>") for text in texts] in ([1, 1], [2])
+    assert "".join(texts).endswith("all<|im_end|>\n")
+    assert "hello" not in "".join(texts)
+
+
+def test_a_last_turn_without_an_answer_is_a_bad_record(tmp_path):
+    folder = write_folder(tmp_path, "gemma", marked=False)
+    with pytest.raises(BadRecordError, match="after its last message of a user"):
+        encoded(folder, CONVERSATIONS["no answer yet"], "last_turn")
+
+
 def test_special_tokens_are_such_in_a_conversation_and_not_in_a_text(tmp_path):
     folder = write_folder(tmp_path, "gemma", marked=True)
     tokenizer = load_tokenizer(str(folder))
