@@ -34,7 +34,7 @@ from tessera.train.config.group_files import (
     store_schemas,
     unknown_files,
 )
-from tessera.train.config.help_text import usage
+from tessera.train.config.help_text import setting_paths, usage
 from tessera.train.config.hub_settings import HubCommits
 from tessera.train.config.model_tokenizer import tokenizer_notes, tokenizer_of
 from tessera.train.config.named_model import NamedModel, own_data, own_model
@@ -55,6 +55,7 @@ from tessera.train.config.setting_fields import (
     raise_all,
     walk,
 )
+from tessera.train.config.setting_hints import NO_DASHES, unknown_flags
 from tessera.train.config.settings_checks import check
 from tessera.train.models.definition import (
     DECODER,
@@ -307,8 +308,7 @@ class _Flags(ArgumentParser):
         raise UnknownSettingError(
             "unknown flag",
             got=message,
-            fix="use --help, --print-config, --module or --multirun; settings have no "
-            "dashes: optimizer.learning_rate=1e-4, training.dry_run=true",
+            fix=NO_DASHES,
         )
 
 
@@ -321,7 +321,9 @@ def _read_flags(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--module", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
-    flags = parser.parse_intermixed_args(arguments)
+    flags, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise unknown_flags(unknown, arguments, setting_paths())
     for module in flags.module:
         import_module(module)
     return flags

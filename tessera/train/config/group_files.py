@@ -24,13 +24,21 @@ from tessera.errors import (
 from tessera.train.config.config_schema import schema, typed
 from tessera.train.config.named_model import NamedModel
 from tessera.train.config.optimizer_config import OPTIMIZERS
-from tessera.train.config.overrides import GROUPS, unknown_key
+from tessera.train.config.overrides import GROUPS, RECIPE, unknown_key
+from tessera.train.config.setting_hints import other_names
 from tessera.train.models.definition import ModelDefinition
 
 # What Hydra sees as the file of a model that has none.
 OWN_MODEL: Final = "own"
 # The error for a file that a group does not have; T502 for the others.
 _UNKNOWN: Final = {"model": UnknownModelError, "optimizer": UnknownOptimizerError}
+# What a group takes beside its files, for messages.
+_BESIDE: Final = {
+    "model": "\nthese begin with random weights; for given ones write "
+    "model=./<folder>, or model=<organization>/{} of the Hub",
+    "data": "\nfor your own write data=./<file or folder>, or "
+    "data=<organization>/{} of the Hub",
+}
 
 
 def compose_files(
@@ -92,10 +100,14 @@ def unknown_files(
             if os.path.exists(name):
                 chats = _conversation_setting(name) if group == "data" else ""
                 here = f"write {group}=./{name}{chats} for what is here"
+            other = did_you_mean(name, files[group])
+            if group == RECIPE:
+                other = other_names("recipes").get(name, other)
+            beside = _BESIDE.get(group, "").format(name)
             yield _UNKNOWN.get(group, SettingValueError)(
                 f"there is no {group} {name!r}",
                 got=f"{group}={name}",
-                fix=here or did_you_mean(name, files[group]),
+                fix=here or other + beside,
             )
 
 

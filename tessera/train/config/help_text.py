@@ -6,8 +6,10 @@ Hydra's own help shows values alone; here are types and meanings as well.
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
+from typing import get_type_hints
 
-from tessera.train.config.overrides import RECIPE
+from tessera.train.config.optimizer_config import AdamWConfig
+from tessera.train.config.overrides import GROUPS, RECIPE
 from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import Description, as_yaml, describe, find
 from tessera.train.models.decoder.config import DecoderConfig
@@ -61,6 +63,17 @@ def group_settings(
             yield one
     if group == "model":
         yield from describe(model_class)
+
+
+def setting_paths() -> list[str]:
+    """The groups, and every setting of the default classes by its dotted path."""
+    classes = get_type_hints(Config) | {"optimizer": AdamWConfig}
+    groups = [group for group in GROUPS if group != RECIPE]
+    named = [(group, group_settings(group, classes[group])) for group in groups]
+    return [
+        *GROUPS,
+        *(f"{group}.{each.name}" for group, all_ in named for each in all_),
+    ]
 
 
 def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:

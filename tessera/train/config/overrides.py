@@ -7,8 +7,7 @@ resolvers that read the environment or other files into the saved configuration.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator
 from typing import Any, Final
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,16 +18,14 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from tessera.errors import SettingValueError, TesseraError, UnknownSettingError
 from tessera.train.config.setting_fields import walk
+from tessera.train.config.setting_hints import instead_of_word, no_setting
 
 RECIPE: Final = "recipe"
 GROUPS: Final = (RECIPE, "model", "training", "data", "optimizer", "runtime")
 RUN_DIR: Final = "hydra.run.dir"
-_MOST_LISTED: Final = 12
-# Settings that other ones have replaced, and what to write instead.
-_REPLACED: Final = {
-    "training.validation_batches": "write training.validation_sequences=<batches times "
-    "the rows of each>: it counts sequences, the same on every mesh; null is all",
-    "training.microshards": "write training.reduction_parts=<parts>, its new name",
+# How values are written that have an unusual form.
+_FORMS: Final = {
+    "model.mesh_shape": "write sizes and axes: 'model.mesh_shape=[[4,2],[fsdp,tp]]'"
 }
 _SWEEPING: Final = re.compile(r"hydra[./](sweep|launcher|sweeper)\b")
 
@@ -53,7 +50,8 @@ def parse(text: str, *, is_sweep: bool = False) -> Override:
         raise SettingValueError(
             "an argument is not an override",
             got=f"{_short(text)}: {_first_line(error)}",
-            fix="write group.setting=value; put quotes around text with special "
+            fix=instead_of_word(text)
+            or "write group.setting=value; put quotes around text with special "
             "characters, and others around those for the shell: "
             "\"group.setting='a b'\"",
         ) from error
@@ -136,7 +134,8 @@ def assign(
             yield SettingValueError(
                 f"{key} does not take this value",
                 got=f"{text}: {_first_line(error)}",
-                fix="give a value of the type that --help shows, or set one setting at "
+                fix=_FORMS.get(key)
+                or "give a value of the type that --help shows, or set one setting at "
                 "a time",
             )
 
@@ -145,24 +144,23 @@ def unknown_key(error: ConfigKeyError, where: str) -> TesseraError:
     """T501 from OmegaConf's error for a key that a typed node does not have."""
     key, known = str(error.full_key), [str(name) for name in error.parent_node or ()]
     prefix = key.rpartition(".")[0]
-    return _no_setting(
-        key, str(error.key), known, [f"{prefix}.{k}" for k in known], where
-    )
+    paths = [f"{prefix}.{k}" for k in known]
+    return no_setting(key, key.count("."), known, paths, where)
 
 
 def _unknown(key: str, values: Any, where: str) -> TesseraError | None:
     """T501 where nested dicts have no such key."""
-    node = values
+    node, depth = values, 0
     for part in key.split("."):
         known = list(node) if isinstance(node, dict) else []
         if part not in known:
             break
-        node = node[part]
+        node, depth = node[part], depth + 1
     else:
         return None
     paths = [path for path, _ in walk(values) if not path.startswith("hydra.")]
     known = [name for name in known if name != "hydra"]
-    return _no_setting(key, part, known, paths, where)
+    return no_setting(key, depth, known, paths, where)
 
 
 def refused(config: DictConfig) -> Iterator[TesseraError]:
@@ -193,37 +191,6 @@ def _without_plain_references(value: str) -> str:
 def _is_reserved(key: str) -> bool:
     """Whether a key would mean code to Hydra, as ``_target_`` does."""
     return re.fullmatch(r"_\w+_", key) is not None
-
-
-def _no_setting(
-    key: str, part: str, known: Sequence[str], paths: Sequence[str], where: str
-) -> UnknownSettingError:
-    """T501 with what was probably meant.
-
-    Args:
-      key: The whole key.
-      part: Its first part that does not exist.
-      known: What could stand in the place of that part.
-      paths: Every setting by its dotted path.
-      where: What has the key.
-    """
-    group, _, last = key.rpartition(".")
-    # Of two that are equally near, the one of the same group.
-    paths = sorted(paths, key=lambda path: path.rpartition(".")[0] != group)
-    names = {path: path.rpartition(".")[2] for path in paths}
-    here = get_close_matches(part, known, n=1)
-    # lr for learning_rate, batch_size for micro_batch_size
-    short = [p for p in paths if "".join(w[:1] for w in names[p].split("_")) == last]
-    within = [p for p in paths if len(last) > 2 and f"_{last}_" in f"_{names[p]}_"]
-    near = get_close_matches(last, names.values(), n=1)
-    elsewhere = [path for path in paths if names[path] in near]
-    same = [path for path in paths if names[path] == last]
-    candidates = [*same, *here, *short, *within, *elsewhere]
-    fixes = [f"did you mean {candidate!r}?" for candidate in candidates[:1]]
-    if len(known) <= _MOST_LISTED and candidates[:1] in ([], here):
-        fixes.append(f"Known: {', '.join(map(repr, known)) or 'none'}")
-    fix = _REPLACED.get(key) or " ".join(fixes) or "--help lists every setting"
-    return UnknownSettingError(f"there is no setting {key!r}", got=where, fix=fix)
 
 
 def _first_line(error: Exception) -> str:

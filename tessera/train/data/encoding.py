@@ -136,7 +136,7 @@ class Encoder:
             text = self._template.render(conversation)
             return text, self.tokenizer.encode_chat(text)[0], None
         first = 0
-        if self._config.loss_on == "last_turn":
+        if self.config.loss_on == "last_turn":
             roles = [message["role"] for message in conversation.messages]
             first = len(roles) - roles[::-1].index("user") if "user" in roles else 0
         text, answers = self._template.render_answers(conversation, first)

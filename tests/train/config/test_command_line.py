@@ -241,7 +241,7 @@ def test_help_names_every_setting_in_eighty_columns(capsys):
         (["optimizer=lion", "data=text", "-h"], "[T502] data=text needs data.path"),
         (["training.step=5", "--help"], "[T501] there is no setting 'training.step'"),
         (["--help", "bogus"], "got: bogus: missing EQUAL"),
-        (["--foo", "--help"], "got: unrecognized arguments: --foo"),
+        (["--foo", "--help"], "[T501] unknown flag got: --foo"),
         (["--help", "--module"], "got: argument --module: expected one argument"),
         (["--help", "--module", "nope"], "the module 'nope' of a model cannot be"),
     ],
@@ -272,10 +272,28 @@ def test_an_unknown_flag_says_what_to_use(capsys):
     code, _, err, calls = seen(capsys, "--experimental-rerun=x")
     assert (code, calls) == (2, [])
     assert (
-        "  got: unrecognized arguments: --experimental-rerun=x\n"
+        "  got: --experimental-rerun=x\n"
         "  fix: use --help, --print-config, --module or --multirun; settings have no "
         "dashes: optimizer.learning_rate=1e-4, training.dry_run=true\n"
     ) in err
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--lr=1e-4"], "--lr=1e-4: did you mean 'optimizer.learning_rate'?"),
+        (["--model", "tiny"], "--model: write model=tiny"),
+        (["--training.seed=3"], "--training.seed=3: write training.seed=3"),
+        (["--bf16", "model=tiny"], "--bf16: write training.mixed_precision=bf16"),
+        (["--max-steps", "5"], "--max-steps: write training.steps=<steps>"),
+        (["--training.step=5"], "--training.step=5: did you mean 'training.steps'?"),
+        (["--config", "x.yaml"], "--config: write settings one by one"),
+    ],
+)
+def test_a_flag_that_is_a_setting_says_how_it_is_written(capsys, words, fix):
+    code, _, err, calls = seen(capsys, *words)
+    assert (code, calls) == (2, [])
+    assert f"  fix: settings have no dashes; for {fix}" in err
 
 
 def test_yaml_values_are_written_as_on_a_command_line():

@@ -25,7 +25,7 @@ def test_a_misspelt_key_gets_a_hint():
     assert message("optimizer.beta3=0.9") == (
         "[T501] there is no setting 'optimizer.beta3'\n"
         "  got: optimizer.beta3=0.9\n"
-        "  fix: did you mean 'beta2'? Known: 'name', 'learning_rate', "
+        "  fix: did you mean 'optimizer.beta2'? Known: 'name', 'learning_rate', "
         "'scale_learning_rate', 'warmup_steps', 'schedule', 'final_fraction', 'beta1', "
         "'beta2', 'epsilon', 'weight_decay'\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T501.html"
@@ -36,25 +36,37 @@ def test_a_misspelt_key_gets_a_hint():
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("training.stepz=5", "did you mean 'steps'?"),
+        ("training.stepz=5", "did you mean 'training.steps'?"),
         ("trainin.steps=5", "did you mean 'training.steps'?"),
         ("steps=5", "did you mean 'training.steps'?"),
         ("training.mesh_shape=[[1],[dp]]", "did you mean 'model.mesh_shape'?"),
         ("modle=tiny", "did you mean 'model'?"),
         ("data.noise=0", "did you mean 'data.synthetic.noise'?"),
-        ("data.synthetic.noize=0", "did you mean 'noise'?"),
+        ("data.synthetic.noize=0", "did you mean 'data.synthetic.noise'?"),
         ("training.steps.x=3", "Known: none"),
         ("+training.foo=1", "--help lists every setting"),
         ("++training.foo=1", "--help lists every setting"),
-        ("training={steps: 5, sead: 3}", "did you mean 'seed'?"),
+        ("training={steps: 5, sead: 3}", "did you mean 'training.seed'?"),
         ("data/x=stdlib", "did you mean 'data'?"),
         ("data@x=stdlib", "did you mean 'data'?"),
         ("training.lr=0.1", "did you mean 'optimizer.learning_rate'?"),
         ("lr=0.1", "did you mean 'optimizer.learning_rate'?"),
         ("optimizer.wd=0", "did you mean 'optimizer.weight_decay'?"),
-        ("training.batch_size=4", "did you mean 'micro_batch_size'?"),
+        ("training.batch_size=4", "write training.micro_batch_size=<rows of each"),
         ("training.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
-        ("model.layers=2", "did you mean 'num_layers'?"),
+        ("model.layers=2", "did you mean 'model.num_layers'?"),
+        ("training.step=5", "did you mean 'training.steps'?"),
+        ("epochs=3", "write training.steps=<epochs x rows of the data / rows of a st"),
+        ("training.max_steps=5", "write training.steps=<steps>"),
+        ("max_seq_length=512", "write training.sequence_length=<tokens>"),
+        ("per_device_train_batch_size=4", "write training.micro_batch_size="),
+        ("bf16=true", "write training.mixed_precision=bf16"),
+        ("gradient_checkpointing=true", "write training.remat=full"),
+        ("save_steps=10", "write training.checkpoint_every=<steps>"),
+        ("sample_packing=true", "leave it out: rows are packed"),
+        ("model.lora.r=8", "write model.lora.rank=<rank>"),
+        ("fsdp=8", "write 'model.mesh_shape=[[8],[fsdp]]'"),
+        ("config=mine.yaml", "write settings one by one"),
         ("hydra.job.name=x", "leave it out"),
         ("hydra/launcher=x", "leave it out"),
     ],
@@ -63,6 +75,22 @@ def test_keys_that_do_not_exist_are_T501(override, hint):
     said = message(override)
     assert said.startswith("[T501] ")
     assert hint in said
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("tiny", "write model=tiny, data=tiny or group.setting=tiny"),
+        ("mine.yaml", "write settings one by one; config.yaml of a run, which"),
+        ("recipe=sft", "write recipe=finetune"),
+        ("recipe=peft", "write recipe=lora"),
+        ("model.mesh_shape=8", "write sizes and axes: 'model.mesh_shape=[[4,2],[fsdp"),
+    ],
+)
+def test_what_stands_in_the_wrong_form_is_T502(word, fix):
+    said = message(word)
+    assert said.startswith("[T502] ")
+    assert f"  fix: {fix}" in said
 
 
 def test_an_optimizer_takes_its_own_settings_only():
@@ -142,7 +170,9 @@ def test_an_optimizer_takes_its_own_settings_only():
             "data=wikipedia",
             "[T502] there is no data 'wikipedia'\n"
             "  got: data=wikipedia\n"
-            "  fix: Known: 'mixture', 'stdlib', 'synthetic', 'text'\n",
+            "  fix: Known: 'mixture', 'stdlib', 'synthetic', 'text'\n"
+            "  fix: for your own write data=./<file or folder>, or "
+            "data=<organization>/wikipedia of the Hub\n",
         ),
     ],
 )
@@ -158,6 +188,8 @@ def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
         "[T403] there is no model 'gemma3_1'\n"
         "  got: model=gemma3_1\n"
         f"  fix: did you mean 'gemma3_1b'? Known: {str(model_names())[1:-1]}\n"
+        "  fix: these begin with random weights; for given ones write "
+        "model=./<folder>, or model=<organization>/gemma3_1 of the Hub\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T403.html"
     )
     assert message("optimizer=adan") == (
