@@ -15,6 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.analysis.flops import count
+from tessera.errors import ShardDivisibilityError
 from tessera.graph.compile_stages import Compiled
 from tessera.graph.function import Function
 from tessera.graph.pipelining import Schedule, describe, fewer_microbatches_warning
@@ -36,6 +37,7 @@ from tessera.train.loop.device_checks import (
     check_compilable,
     check_fp8,
     check_state_fits,
+    with_idle_devices,
 )
 from tessera.train.loop.host_data_sharding import HostShard
 from tessera.train.loop.optimizers import make_optimizer
@@ -337,7 +339,10 @@ class Run:
         check_compilable(self.mesh)
         if training.precision.fp8:
             check_fp8(self.mesh)
-        self.model.layouts(self.mesh)
+        try:
+            self.model.layouts(self.mesh)
+        except ShardDivisibilityError as error:
+            raise with_idle_devices(error, self.mesh) from error
         begins_with, is_dry = self.config.training.init_from, training.dry_run
         # A dry run downloads no weights.
         if begins_with and not (is_dry and begins_with.startswith(PREFIX)):

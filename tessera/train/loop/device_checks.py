@@ -10,10 +10,12 @@ from tessera.errors import (
     DeviceCountError,
     DeviceMemoryError,
     SettingConflictError,
+    ShardDivisibilityError,
 )
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
 from tessera.targets.machine import machine_of_kind
+from tessera.train.runtime.devices import nearest_settings
 
 
 def check_compilable(mesh: Mesh) -> None:
@@ -88,4 +90,21 @@ def _too_large(needed: str, available: int, where: str) -> DeviceMemoryError:
         got=f"{needed}, and {where} has {format_bytes(available)}",
         fix="use a smaller model, a mesh of more devices with fsdp or tp, or an "
         "optimizer with less state; training.dry_run=true shows what each part takes",
+    )
+
+
+def with_idle_devices(
+    error: ShardDivisibilityError, mesh: Mesh
+) -> ShardDivisibilityError:
+    """An error of a layout, with the meshes that use all devices where this cannot."""
+    is_here = mesh.target is not None or not mesh.is_abstract
+    idle = len(mesh.idle_device_ids) if is_here else 0
+    count = mesh.size + idle
+    if count % mesh.size == 0:
+        return error
+    shapes = nearest_settings(mesh.shape, count)
+    return ShardDivisibilityError(
+        f"the mesh leaves {idle} of {count} devices idle, and {error.what}",
+        got=f"{mesh.topology} = {mesh.size}, and {count} devices\n{error.got}",
+        fix=f"use model.mesh_shape={shapes}\nor {error.fix}",
     )

@@ -84,16 +84,18 @@ def prepare_devices(
     used = count // num_needed * num_needed if takes_all else num_needed
     number = f"{used} of {count}" if used < count else f"{used}"
     processes = f" in {num_processes} processes" if num_processes > 1 else ""
+    idle = ""
+    if used < count and axes is not None:
+        shapes = nearest_settings(axes, count)
+        idle = f"; {count - used} idle: model.mesh_shape={shapes} takes all"
     if found != "cpu":
-        line = f"{number} {found.upper()} devices{processes} ({devices[0].device_kind})"
-        if used == count or axes is None:
-            return line
-        return f"{line}; model.mesh_shape={nearest_settings(axes, count)} takes all"
+        kind = devices[0].device_kind
+        return f"{number} {found.upper()} devices{processes} ({kind}){idle}"
     if used == 1:
-        return "one CPU device"
+        return f"{number} CPU devices{idle}" if idle else "one CPU device"
     return (
         f"simulating {number} CPU devices{processes}: what they compute is right, how "
-        "fast is not"
+        f"fast is not{idle}"
     )
 
 

@@ -155,6 +155,17 @@ def test_every_parameter_that_cannot_be_split_is_named():
         assert name in str(caught.value)
 
 
+def test_a_mesh_that_cannot_use_the_devices_names_those_that_can():
+    with pytest.raises(ShardDivisibilityError) as caught:
+        run_of(("fsdp", 3), ("tp", 2)).check()
+    error = caught.value
+    assert error.what.startswith("the mesh leaves 2 of 8 devices idle, and parameter ")
+    assert error.got.startswith("fsdp × tp mesh, 3 × 2 = 6, and 8 devices\n")
+    assert error.fix.startswith(
+        "use model.mesh_shape=[[4,2],[fsdp,tp]] or [[2,4],[fsdp,tp]]\nor use "
+    )
+
+
 def test_data_that_is_not_there_is_refused(tmp_path):
     missing = DataConfig(name="text", path=str(tmp_path / "nothing"))
     with pytest.raises(DataNotFoundError) as caught:

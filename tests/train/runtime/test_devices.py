@@ -141,10 +141,20 @@ def test_the_log_says_how_many_of_the_devices_are_used():
     )
 
 
+def test_the_log_says_which_mesh_takes_the_devices_that_are_idle():
+    assert prepare_devices(1, axes={"fsdp": 1, "tp": 1}) == (
+        "1 of 8 CPU devices; 7 idle: "
+        "model.mesh_shape=[[8,1],[fsdp,tp]] or [[1,8],[fsdp,tp]] takes all"
+    )
+
+
 def test_a_size_to_infer_takes_every_device_that_fits():
     said = "CPU devices: what they compute is right, how fast is not"
     assert prepare_devices(2, axes={"fsdp": -1, "tp": 2}) == f"simulating 8 {said}"
-    assert prepare_devices(3, axes={"fsdp": -1, "tp": 3}) == f"simulating 6 of 8 {said}"
+    assert prepare_devices(3, axes={"fsdp": -1, "tp": 3}) == (
+        f"simulating 6 of 8 {said}; 2 idle: "
+        "model.mesh_shape=[[2,4],[fsdp,tp]] or [[4,2],[fsdp,tp]] takes all"
+    )
 
 
 def test_a_platform_that_is_not_there_is_named():
@@ -172,8 +182,8 @@ def test_accelerators_are_named_with_their_kind():
     assert prepare_devices(4) == "4 GPU devices (NVIDIA H200)"
     assert prepare_devices(2, "gpu") == "2 of 4 GPU devices (NVIDIA H200)"
     assert prepare_devices(3, axes={"fsdp": 3, "tp": 1}) == (
-        "3 of 4 GPU devices (NVIDIA H200); model.mesh_shape=[[4,1],[fsdp,tp]] or "
-        "[[2,2],[fsdp,tp]] takes all"
+        "3 of 4 GPU devices (NVIDIA H200); 1 idle: "
+        "model.mesh_shape=[[4,1],[fsdp,tp]] or [[2,2],[fsdp,tp]] takes all"
     )
 
 
