@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tessera.train.data.packing import PackedRows, TokenSlice, TokenStream
+from tessera.train.data.packing import PackedRows, TokenArrays, TokenStream
 
 
 class ConversationRows(PackedRows):
@@ -61,7 +61,7 @@ class ConversationRows(PackedRows):
         self._order = np.argsort(rows, kind="stable")
         self._first = np.searchsorted(rows[self._order], np.arange(self._length + 1))
 
-    def _window(self, index: int) -> TokenSlice:
+    def _window(self, index: int) -> TokenArrays:
         numbers = self._order[self._first[index] : self._first[index + 1]]
         parts = [self.stream.read(*self._range(number)) for number in numbers]
         sizes = [part.tokens.size for part in parts]
@@ -73,7 +73,7 @@ class ConversationRows(PackedRows):
         ]
         tokens = np.concatenate([part.tokens for part in parts])
         starts = np.cumsum([0, *sizes[:-1]])
-        return TokenSlice(tokens, starts, np.concatenate(masks))
+        return TokenArrays(tokens, starts, np.concatenate(masks))
 
     def _range(self, number: int) -> tuple[int, int]:
         return int(self._begins[number]), int(self._ends[number])

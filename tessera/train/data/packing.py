@@ -328,7 +328,7 @@ class PackedRows:
             padded[name][: values.size] = values
         return padded
 
-    def _window(self, index: int) -> TokenSlice:
+    def _window(self, index: int) -> TokenArrays:
         """What a row is of: its tokens and the target of its last."""
         begin = index * self.sequence_length
         return self.stream.read(begin, begin + self.sequence_length + 1)
