@@ -45,6 +45,7 @@ from tessera.train.loop.pipelined_model import schedule_of
 from tessera.train.loop.spikes import SpikeGuard
 from tessera.train.loop.step import layouts_of_state, make_eval_step, make_train_step
 from tessera.train.loop.train_state import TrainState, abstract_state
+from tessera.train.models.families.published_files import Published
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.weights import check_weights
@@ -309,15 +310,20 @@ class Run:
             if rule != "none":
                 yield f"scale_learning_rate {rule} {reason}"
 
-    def warnings(self) -> list[str]:
-        """What is legal and likely a mistake, one sentence each."""
-        training = self.config.training
-        if training.init_from is None or training.eval_only:
-            return []
-        groups = data_parallel_groups(self.mesh.shape)
-        is_whole = not self.model.frozen
-        found = unusual_rate(self.config.optimizer, groups, trains_all=is_whole)
-        return [] if found is None else [found]
+    def warnings(self, published: Published | None = None) -> list[str]:
+        """What is legal and likely a mistake, one sentence each.
+
+        Args:
+          published: What the folder of the weights says beside them.
+        """
+        training, rate = self.config.training, None
+        if training.init_from is not None and not training.eval_only:
+            groups = data_parallel_groups(self.mesh.shape)
+            is_whole = not self.model.frozen
+            rate = unusual_rate(self.config.optimizer, groups, trains_all=is_whole)
+        length, config = training.sequence_length, self.config.model.config
+        excess = (published or Published()).excess_length(length, config)
+        return [text for text in (rate, excess) if text]
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.

@@ -2,7 +2,7 @@
 """Describes a run: what was set, then what was compiled; and prints a dry run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -16,6 +16,7 @@ from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.data.corpus import Corpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
+from tessera.train.models.families.published_files import Published
 from tessera.train.models.model import Model
 from tessera.train.runtime.compile_cache import make_compile_cache
 from tessera.train.runtime.devices import nearest_settings
@@ -201,13 +202,13 @@ def _stored(run: Run) -> str:
     return f"{text} on the host" if run.step_config.offload_optimizer else text
 
 
-def dry_run(run: Run, notes: Sequence[str]) -> None:
+def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> None:
     """Compile the step of a run and print what it will do; train nothing."""
     make_compile_cache()
     with Console(None) as console:
         for line in notes:
             log.info("%s", line)
-        for line in run.warnings():
+        for line in run.warnings(Published.parse(published)):
             log.warning("%s", line)
         console.show_table("run", run_rows(run))
         log.info("%s", dry_run_text(run))

@@ -22,7 +22,10 @@ from tessera.train.loop.run_folder import open_run_folder
 from tessera.train.loop.run_records import description_of, recorded, reported
 from tessera.train.loop.run_summary import dry_run, run_rows, start_rows
 from tessera.train.loop.training_loop import Callbacks, Trainer
-from tessera.train.models.families.published_files import published_texts
+from tessera.train.models.families.published_files import (
+    Published,
+    published_texts,
+)
 from tessera.train.records.phases import PhaseClock
 from tessera.train.runtime.compile_cache import make_compile_cache
 from tessera.train.runtime.preemption_notices import CLOUDS, preemption_notices
@@ -75,7 +78,7 @@ def train(
     run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
     run.check()
     if settings.training.dry_run:
-        dry_run(run, composed.notes)
+        dry_run(run, composed.notes, _published(composed, None))
         return
     if here.rank == 0:
         check_tracker(settings.training.tracker)
@@ -85,6 +88,7 @@ def train(
         here.compare("data", *run.data_fingerprint(corpus))
     choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
     messages += choice.check(run, corpus, composed.text)
+    published = _published(composed, choice.checkpoint)
     folder, own, check = None, choice.own_step, lock.check
     make_compile_cache()
     if here.rank == 0:
@@ -111,10 +115,11 @@ def train(
             composed.text,
             own,
             check,
-            published=_published(composed, choice.checkpoint),
+            published=published,
         ) as checkpoints,
     ):
-        for line in (*choice.warnings, *run.warnings(), *corpus.warnings()):
+        unusual = (*run.warnings(Published.parse(published)), *corpus.warnings())
+        for line in (*choice.warnings, *unusual):
             log.warning("%s", line)
         for line in messages:
             log.info("%s", line)

@@ -2,12 +2,11 @@
 """``TrainedModel``: a run, a checkpoint or a published folder, ready to be used."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -221,15 +220,9 @@ def _folder(path: Path) -> TrainedModel:
         tokenizer,
         tuple(tokenizer.prefix),  # for Qwen there are none
         _ends(path, published),
-        _max_length(published.config),
+        published.context_length,
         partial(import_weights, path, model),
     )
-
-
-def _max_length(config: Mapping[str, Any]) -> int | None:
-    values = {**config, **(config.get("text_config") or {})}
-    length = values.get("max_position_embeddings")
-    return length if type(length) is int and length > 0 else None
 
 
 def _ends(path: Path, published: Published) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 """What a published folder says beside the model survives training and export."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,3 +125,31 @@ def test_a_malformed_generation_config_is_refused(tmp_path, text):
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ModelFolderError, match=r"generation_config\.json cannot be"):
         published_texts(folder)
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes", "most"),
+    [
+        (32, {}, None),
+        (33, {}, 32),
+        (33, {"rope_scale_global": 8.0}, 32),  # Gemma 3: linear, after scaling
+        # Llama 3.1: the number in the file is that after scaling.
+        (32, {"rope_scale_global": 4.0, "rope_original_length": 8}, None),
+        (33, {"rope_scale_global": 4.0, "rope_original_length": 8}, 32),
+        # Qwen with YaRN: the number in the file is that before.
+        (128, {"rope_scale_global": 4.0, "rope_original_length": 32}, None),
+        (129, {"rope_scale_global": 4.0, "rope_original_length": 32}, 128),
+    ],
+)
+def test_sequences_that_are_longer_than_the_model_allows_are_a_warning(
+    length, sizes, most
+):
+    for values in (
+        {"max_position_embeddings": 32},
+        {"text_config": {"max_position_embeddings": 32}},
+    ):
+        text = Published(values).excess_length(length, SimpleNamespace(**sizes))
+        assert bool(text) == (most is not None)
+        assert f"use training.sequence_length={most}, " in text or not text
+    for unknown in ({}, {"max_position_embeddings": None}):
+        assert not Published(unknown).excess_length(length, SimpleNamespace(**sizes))

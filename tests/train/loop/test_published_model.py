@@ -15,6 +15,7 @@ from tessera.train.config.config_schema import settings_of_text
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir, main
 from tessera.train.models import from_pretrained
+from tessera.train.models.families.published_files import Published
 from tests.train.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 
 # tp does not divide the vocabulary: a step pads it, and the export has no padding.
@@ -101,6 +102,13 @@ def test_a_rate_that_would_undo_the_weights_is_a_warning(folder):
     )
     for other in others:
         assert run_of(folder, rate, *other).warnings() == []
+
+
+def test_a_sequence_that_is_longer_than_the_folder_allows_is_a_warning(folder):
+    given = composed(folder, "training.sequence_length=40000")
+    run = Run(given.config, Mesh.from_shape(given.config.model.mesh_shape))
+    (line,) = run.warnings(Published.parse(given.published))
+    assert line.startswith("training.sequence_length=40000 is more than the 32,768 ")
 
 
 def test_another_configuration_than_that_of_the_weights_is_refused(folder):

@@ -105,6 +105,38 @@ class Published:
         return {**self.generation, **ids} if tokens else {}
 
     @property
+    def context_length(self) -> int | None:
+        """The most tokens of a sequence, if the folder says so."""
+        length = self._flat.get("max_position_embeddings")
+        return length if type(length) is int and length > 0 else None
+
+    def excess_length(self, length: int, config: Any) -> str:
+        """A warning where sequences have positions that the weights do not know.
+
+        Args:
+          length: Tokens of a sequence.
+          config: The model's; a decoder's may scale its rotary positions.
+
+        Returns:
+          Nothing where all is well, or the folder does not say how long they may be.
+        """
+        known = self.context_length
+        if known is None:
+            return ""
+        scales = (getattr(config, f"rope_scale_{k}", 1.0) for k in ("global", "local"))
+        # Where the file has the length before scaling, as those of Qwen do, or after.
+        original = getattr(config, "rope_original_length", None) or 0
+        most = max(known, int(original * max(scales)))
+        if length <= most:
+            return ""
+        return (
+            f"training.sequence_length={length} is more than the {most:,} tokens that "
+            f"the model's config.json allows (max_position_embeddings={known}): its "
+            "weights do not know the positions after these; use "
+            f"training.sequence_length={most}, or a model whose rope_scaling has more"
+        )
+
+    @property
     def model_type(self) -> str | None:
         """Of the folder; None without one."""
         return self._flat.get("model_type")
