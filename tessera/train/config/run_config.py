@@ -144,8 +144,9 @@ class TrainingConfig:
         see docs/guides/report.md.
       eval_only: Evaluate the validation data once with the parameters of init_from or
         resume, and stop.
-      dry_run: Compile, print memory per device and collectives, and stop; also for a
-        mesh that is not here. With a runtime.target it predicts the time of a step.
+      dry_run: Read the data of text and mixture, compile, print memory per device and
+        collectives, and stop; also for a mesh that is not here. With a runtime.target
+        it predicts the time of a step.
     """
 
     steps: int = setting(300, least=1, most=MOST_COUNT)

@@ -374,7 +374,9 @@ class Run:
             seed=training.seed,
             vocab_size=self.model.vocab_size,
         )
-        part = self.host_shard.index, self.host_shard.count
+        part = 0, 1
+        if not self.mesh.is_abstract:
+            part = self.host_shard.index, self.host_shard.count
         # The loop would raise the same errors, but after the step was compiled.
         if not training.eval_only:
             self._check_prompt(corpus)

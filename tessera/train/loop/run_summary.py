@@ -8,6 +8,7 @@ import jax
 
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
+from tessera.errors import DataNotFoundError
 from tessera.mesh import Mesh
 from tessera.train.checkpoints.choose_checkpoint import Choice
 from tessera.train.config.command_line import Composed
@@ -203,15 +204,31 @@ def _stored(run: Run) -> str:
 
 
 def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> None:
-    """Compile the step of a run and print what it will do; train nothing."""
+    """Read the data of a run, compile its step, and print what it will do."""
     make_compile_cache()
     with Console(None) as console:
         for line in notes:
             log.info("%s", line)
-        for line in run.warnings(Published.parse(published)):
+        corpus = _dry_data(run)
+        warnings = run.warnings(Published.parse(published))
+        for line in (*warnings, *(corpus.warnings() if corpus else ())):
             log.warning("%s", line)
-        console.show_table("run", run_rows(run))
+        rows = [("data", _data(corpus))] if corpus else []
+        console.show_table("run", [*rows, *run_rows(run)])
         log.info("%s", dry_run_text(run))
+
+
+def _dry_data(run: Run) -> Corpus | None:
+    """The data, if files were named; those of a target may be where the target is."""
+    if run.config.data.name not in ("text", "mixture"):
+        return None
+    try:
+        return run.load_data()
+    except DataNotFoundError as error:
+        if run.mesh.target is None:
+            raise
+        log.warning("the data is not read: %s: %s", error.what, error.got)
+        return None
 
 
 def dry_run_text(run: Run) -> str:

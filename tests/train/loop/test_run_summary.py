@@ -14,6 +14,7 @@ import pytest
 
 from tessera.analysis.collective import Collective
 from tessera.analysis.memory import format_bytes
+from tessera.errors import BadRecordError, DataNotFoundError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.checkpoints.choose_checkpoint import Choice
@@ -22,8 +23,14 @@ from tessera.train.config.optimizer_config import AdamWConfig, OptimizerConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.corpus import load
 from tessera.train.data.data_config import DataConfig, SourceConfig, SyntheticConfig
+from tessera.train.loop import run_summary
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.run_summary import dry_run_text, run_rows, start_rows
+from tessera.train.loop.run_summary import (
+    dry_run,
+    dry_run_text,
+    run_rows,
+    start_rows,
+)
 from tests.small_model import SMALL
 from tests.train.data.chat_folders import turns, write_folder
 
@@ -291,3 +298,37 @@ def test_conversations_say_which_part_of_them_is_learned(tmp_path):
     rows = started(tmp_path, data=data, length=80)
     learned = "; 8% of the tokens are learned (data.loss_on)"  # by hand: 3 of 38
     assert rows["data"].endswith(f" tokens, 38 for validation{learned}")
+
+
+# --- the data of a dry run
+
+
+def dry(monkeypatch, capsys, path, *, target=None, sizes=(1,), **data):
+    """What a dry run prints; nothing is compiled."""
+    run = run_of(sizes, ("dp",), target)
+    config = DataConfig(name="text", path=str(path), **data)
+    model = replace(run.config.model, config=replace(CONFIG, vocab_size=264))
+    run = Run(replace(run.config, data=config, model=model), run.mesh)
+    monkeypatch.setattr(run_summary, "run_rows", lambda run: [("mesh", "m")])
+    monkeypatch.setattr(run_summary, "dry_run_text", lambda run: "text")
+    dry_run(run, (), {})
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [(1,), (512,)])
+def test_a_dry_run_reads_the_data(tmp_path, monkeypatch, capsys, sizes):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "Call me Ishmael."}\n' * 20_000)
+    seen = dry(monkeypatch, capsys, path, sizes=sizes, cache_dir=str(tmp_path / "c"))
+    assert "323,017 tokens, 16,983 for validation\n" in seen
+    path.write_text('{"text": "Call me Ishmael."}\n' * 20 + "{}\n")
+    with pytest.raises(BadRecordError, match="line 21"):
+        dry(monkeypatch, capsys, path, sizes=sizes, cache_dir=str(tmp_path / "c"))
+
+
+def test_a_dry_run_for_a_target_may_have_its_data_there(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    seen = dry(monkeypatch, capsys, gone, target=Target.parse("cpu:4"), sizes=(4,))
+    assert "the data is not read: " in seen
+    with pytest.raises(DataNotFoundError):
+        dry(monkeypatch, capsys, gone)
