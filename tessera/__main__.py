@@ -38,6 +38,19 @@ _COMMANDS = {
     "doctor": "show versions, devices, and what is wrong",
 }
 
+# What others call a subcommand, or look for.
+_OTHERS = {
+    "finetune fine-tune sft pretrain": "write tessera train model=... data=...",
+    "eval evaluate lm_eval test": "write tessera train training.eval_only=true with "
+    "model=<folder> or training.resume=<run>; tasks of lm_eval: python -m "
+    "tessera.train.commands.lm_eval --help",
+    "sample chat infer inference run predict": "write tessera generate <run or folder> "
+    "'A prompt'; --chat answers it",
+    "merge convert save": "write tessera export <run> <folder> --format=hf",
+    "upload": "write tessera push <exported folder> <your name>/<name>",
+    "config": "write tessera train --print-config",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand that the command line names; returns the exit code."""
@@ -60,10 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     if name not in _COMMANDS:
+        known = did_you_mean(name, _COMMANDS)
+        if name.partition("=")[1]:
+            known = f"write tessera train {name}"
+        others = (to for names, to in _OTHERS.items() if name in names.split())
         raise UnknownSettingError(
             f"tessera has no subcommand {name!r}",
             got=f"tessera {name}",
-            fix=did_you_mean(name, _COMMANDS),
+            fix=next(others, known),
         )
     # The page of an error is printed without the trainer's libraries, too.
     folder = "tessera.errors" if name == "explain" else "tessera.train.commands"

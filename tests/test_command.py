@@ -39,6 +39,20 @@ def test_an_unknown_subcommand_is_a_coded_error(capsys):
     assert "  fix: did you mean 'train'? Known: 'train', 'launch'," in error
 
 
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("finetune", "write tessera train model=... data=..."),
+        ("eval", "write tessera train training.eval_only=true with model="),
+        ("sample", "write tessera generate <run or folder> 'A prompt'"),
+        ("model=tiny", "write tessera train model=tiny"),
+    ],
+)
+def test_what_others_call_a_subcommand_says_what_to_write(capsys, word, fix):
+    assert main([word]) == 2
+    assert f"  fix: {fix}" in capsys.readouterr().err
+
+
 @pytest.mark.slow(reason="it starts a process")
 def test_train_takes_settings_as_the_script_does(capsys):
     command = [sys.executable, "-m", "tessera", "train", "training.step=5"]

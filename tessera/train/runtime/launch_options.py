@@ -10,7 +10,7 @@ from argparse import (
 )
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from tessera.errors import (
     ProcessLayoutError,
@@ -35,6 +35,15 @@ Without one, start the program itself once on each machine, with RANK, WORLD_SIZ
 MASTER_ADDR exported.
 """
 _TESSERA: Final = module_command("tessera.__main__")
+# What to write for options of torchrun, mpirun and accelerate.
+_OTHERS: Final = {
+    "nproc_per_node nproc n np num_processes": "write --nprocs=<processes>",
+    "standalone multi_gpu": "leave it out",
+    "nnodes node_rank master_addr master_port rdzv_backend rdzv_endpoint rdzv_id "
+    "num_machines machine_rank main_process_ip main_process_port": "tessera launch is "
+    "for one machine; on several, torchrun or srun starts `tessera train` itself, or "
+    "each exports RANK, WORLD_SIZE and MASTER_ADDR and starts it",
+}
 # Those of ``tessera`` that several processes can run; a test compares them.
 _SUBCOMMANDS: Final = ("train", "export", "generate", "plan", "report", "doctor")
 _EXPORTED: Final = "RANK", "WORLD_SIZE", "MASTER_ADDR"
@@ -50,7 +59,8 @@ def make_plan(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchPla
     Raises:
       ProcessLayoutError: [T704] this process already has a rank, of another launcher,
         or the variables of a run on several machines are exported.
-      UnknownSettingError: [T501] a word is no file and no subcommand of tessera.
+      UnknownSettingError: [T501] a word is no file and no subcommand of tessera, or an
+        option does not exist.
       SettingValueError: [T502] it is both.
       SystemExit: With code 2 if the options are wrong, with 0 after ``--help``.
     """
@@ -108,8 +118,28 @@ def _check_alone(environ: Mapping[str, str]) -> None:
     )
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """T501 for options that do not exist; other mistakes are argparse's."""
+        _, unknown, options = message.partition("unrecognized arguments: ")
+        if not unknown:
+            super().error(message)
+        fixes = dict.fromkeys(map(_instead, options.split()))
+        raise UnknownSettingError(
+            "tessera launch has no such option", got=options, fix="\n".join(fixes)
+        )
+
+
+def _instead(option: str) -> str:
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    for names, to in _OTHERS.items():
+        if name in names.split():
+            return f"{option}: {to}"
+    return "tessera launch --help lists all; those of the program stand behind it"
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="tessera launch",
         description=_DESCRIPTION,
         formatter_class=RawDescriptionHelpFormatter,

@@ -57,6 +57,23 @@ def test_a_word_that_is_no_file_and_no_subcommand_is_refused_at_once():
     assert error.value.fix.startswith("did you mean 'train'?")
 
 
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ("--nproc_per_node=8", "--nproc_per_node=8: write --nprocs=<processes>"),
+        ("-n 8", "-n: write --nprocs=<processes>"),
+        ("--nnodes=2", "--nnodes=2: tessera launch is for one machine; on several, to"),
+        ("--node-rank=0", "--node-rank=0: tessera launch is for one machine"),
+        ("--master_addr=a", "--master_addr=a: tessera launch is for one machine"),
+        ("--foo", "tessera launch --help lists all"),
+    ],
+)
+def test_options_of_torchrun_say_what_to_write(options, fix):
+    with pytest.raises(UnknownSettingError) as error:
+        make_plan([*options.split(), "train", "model=tiny"], CPU)
+    assert error.value.fix.startswith(fix)
+
+
 def test_help_of_a_subcommand_is_shown_by_one_process():
     assert make_plan(["--nprocs=2", "train", "model=a", "--help"], CPU).shows_help
     assert not make_plan(["--nprocs=2", "train", "model=a"], CPU).shows_help
@@ -122,7 +139,7 @@ def test_a_job_of_one_process_may_start_the_launcher():
     "option",
     [
         *("--nprocs=0", "--nprocs=x", "--nprocs=10000", "--max-restarts=-1"),
-        *("--grace=-1", "--grace=nan", "--grace=inf", "--nnodes=2", "--nproc=2"),
+        *("--grace=-1", "--grace=nan", "--grace=inf"),
     ],
 )
 def test_an_option_that_is_wrong_ends_the_launcher_with_code_2(option, capsys):
