@@ -60,7 +60,8 @@ def export_checkpoint(
       path: The folder of a run, of its checkpoints, or of one of them.
       file: The file; an existing one is replaced once the new one is complete. As a
         folder, it must not exist, or be empty.
-      dtype: What to round the parameters to, such as ``"bf16"``; None keeps float32.
+      dtype: What to round the parameters to, such as ``"bf16"``; None keeps float32,
+        but ``hf`` has the dtype of the folder that the run began with, if it did.
       kind: ``hf`` writes a folder that Hugging Face Transformers loads, with the run's
         tokenizer; ``peft`` one with the adapters alone. Otherwise they are added to
         their weights.
@@ -82,6 +83,8 @@ def export_checkpoint(
     metadata = checkpoint.metadata
     params = CheckpointParams(checkpoint)
     header = {"format": "tessera", "step": str(metadata.step)}
+    if kind == "hf" and dtype is None:
+        dtype = Published.parse(metadata.published).dtype
     layouts, read = rounded(params.layouts, dtype), params.read
     try:
         config = settings_of_checkpoint(checkpoint)

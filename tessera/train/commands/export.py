@@ -6,11 +6,13 @@ tessera export outputs/mine folder --format=hf
 tessera export outputs/mine adapters --format=peft
 """
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
-from tessera.train.commands.output_file import check_output, coded_errors
+from tessera.train.commands.output_file import DTYPE_NAMES, check_output, coded_errors
 from tessera.train.runtime.exit_codes import shows_errors
 
 
@@ -27,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="hf makes a folder that Hugging Face Transformers loads, with adapters "
         "merged into the weights; peft makes one of the adapters alone",
     )
-    parser.add_argument("--dtype", choices=("f32", "bf16", "f16"), help="round to it")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="round to it; by default hf has that of the folder that the run began "
+        "with, and the others f32",
+    )
     options = parser.parse_args(arguments)
     is_folder = options.format != "safetensors"
     check_output("the weights", options.file, is_folder=is_folder)
@@ -48,4 +55,10 @@ def _export(options: Namespace) -> str:
         size = export_checkpoint(
             options.checkpoint, file, dtype=options.dtype, kind=options.format
         )
-    return format_bytes(size)
+    text = f"{format_bytes(size)}, {options.dtype or 'f32'}"
+    if options.format == "hf":
+        values = json.loads((Path(file) / "config.json").read_text())
+        text = f"{format_bytes(size)}, {values['dtype']}"
+        if options.dtype is None and values["dtype"] != "float32":
+            text += " as the folder that the run began with; --dtype=f32 keeps all bits"
+    return text

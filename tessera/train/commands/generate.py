@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import DataNotFoundError, OperandError
+from tessera.train.commands.output_file import DTYPE_NAMES
 from tessera.train.runtime.exit_codes import shows_errors
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _parser() -> ArgumentParser:
     add("--top-p", type=float, help="sample from those with this probability together")
     add("--seed", type=int, default=0, help="of the samples; 0")
     add("--stop", action="append", default=[], help="end before this text; repeatable")
-    add("--cache-dtype", choices=("f32", "bf16", "f16"), help="of keys and values")
+    add("--cache-dtype", choices=DTYPE_NAMES, help="of keys and values")
     return parser
 
 

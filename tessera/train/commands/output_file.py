@@ -8,6 +8,9 @@ from pathlib import Path
 
 from tessera.errors import OutputPathError
 
+DTYPE_NAMES = ("f32", "bf16", "f16", "float32", "bfloat16", "float16")
+"""What an option of a dtype may be."""
+
 
 def check_output(what: str, file: str | Path, *, is_folder: bool = False) -> None:
     """Check that a file can be put there, and that nothing but a file would go.

@@ -18,6 +18,7 @@ from tessera.train.data.data_config import DataConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
 from tessera.train.models import from_pretrained
+from tessera.train.models.safetensors import SafetensorsFile
 
 SMALL = (
     *("model.vocab_size=260", "model.d_model=16", "model.num_layers=3"),
@@ -28,11 +29,13 @@ SMALL = (
 )
 
 
-def save_run(folder, filled, *overrides):
+def save_run(folder, filled, *overrides, published=None):
     composed = compose([*SMALL, *overrides], configs_dir())
     run = Run(composed.config, Mesh.from_shape(composed.config.model.mesh_shape))
     state = filled(run)
-    with Checkpoints(run, folder / "checkpoints", composed.text) as checkpoints:
+    with Checkpoints(
+        run, folder / "checkpoints", composed.text, published=published or {}
+    ) as checkpoints:
         checkpoints.save(4, state, Cursor(16, {}))
     return run.model.plain(state.params)
 
@@ -64,6 +67,25 @@ def test_the_tokens_that_begin_and_end_documents_are_named(filled, tmp_path):
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert values["dtype"] == "bfloat16"
     assert values["pad_token_id"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "said"),
+    [
+        ([], "bfloat16", "bfloat16 as the folder that the run began with; --dtype=f32"),
+        (["--dtype=float32"], "float32", "float32\n"),
+    ],
+)
+def test_weights_have_the_dtype_of_the_folder_that_the_run_began_with(
+    filled, tmp_path, capsys, options, dtype, said
+):
+    save_run(tmp_path, filled, published={"config.json": '{"torch_dtype": "bfloat16"}'})
+    assert main([str(tmp_path), str(tmp_path / "hf"), "--format=hf", *options]) == 0
+    assert f" KiB, {said}" in capsys.readouterr().out
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["dtype"] == dtype
+    dtypes = SafetensorsFile(tmp_path / "hf" / "model.safetensors").arrays.values()
+    assert {name for name, _ in dtypes} == {"BF16" if dtype == "bfloat16" else "F32"}
 
 
 def test_mistakes_are_found_before_anything_is_written(filled, tmp_path, capsys):

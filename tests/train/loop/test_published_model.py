@@ -135,7 +135,8 @@ def test_a_folder_is_trained_resumed_and_exported_by_commands(folder, tmp_path):
     words = [f"model={folder}", *SMALL, run, mesh, rate, "optimizer.warmup_steps=0"]
     assert main([*words, "training.steps=1"]) == 0
     assert main([*words, "training.steps=2", "training.resume=auto"]) == 0
-    assert export([str(tmp_path / "run"), str(tmp_path / "out"), "--format=hf"]) == 0
+    out = [str(tmp_path / "run"), str(tmp_path / "out")]
+    assert export([*out, "--format=hf", "--dtype=f32"]) == 0
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["max_position_embeddings"] == VALUES["max_position_embeddings"]
     before, after = from_pretrained(folder), from_pretrained(tmp_path / "out")

@@ -142,6 +142,13 @@ class Published:
         return self._flat.get("model_type")
 
     @property
+    def dtype(self) -> str | None:
+        """Of the folder's weights, as far as it says; None without one."""
+        values = {**self._flat, **self.config}
+        name = values.get("dtype", values.get("torch_dtype"))
+        return name if name in ("float32", "bfloat16", "float16") else None
+
+    @property
     def _flat(self) -> dict[str, Any]:
         """The ``config.json`` of the text model of a larger one."""
         text = self.config.get("text_config")
