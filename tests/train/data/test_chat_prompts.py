@@ -4,6 +4,8 @@
 ``tests/hf/test_chat.py`` compares both with Transformers.
 """
 
+from functools import cache
+
 import pytest
 
 from tessera.errors import OperandError, TokenizerError
@@ -31,9 +33,15 @@ def prompts_of(folder, family):
     return ChatPrompts(load_tokenizer(str(folder)), str(folder))
 
 
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """The prompts of each family, whose template runs in a process."""
+    return cache(lambda family: prompts_of(tmp_path_factory.mktemp(family), family))
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_an_answer_ends_where_the_template_ends_a_turn(tmp_path, family):
-    chat = prompts_of(tmp_path, family)
+def test_an_answer_ends_where_the_template_ends_a_turn(prompts, family):
+    chat = prompts(family)
     expected = {chat.tokenizer.special_tokens[name] for name in ENDS[family]}
     for messages in (turns("hi"), turns("hi", "hello", "all?")):
         assert chat.ends(Conversation(messages)) == expected
@@ -41,16 +49,13 @@ def test_an_answer_ends_where_the_template_ends_a_turn(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", PROMPTS)
-def test_the_model_is_asked_for_an_answer(tmp_path, family):
-    assert (
-        prompts_of(tmp_path, family).render(Conversation(turns("hi")))
-        == PROMPTS[family]
-    )
+def test_the_model_is_asked_for_an_answer(prompts, family):
+    assert prompts(family).render(Conversation(turns("hi"))) == PROMPTS[family]
 
 
-def test_names_of_special_tokens_in_a_message_end_nothing(tmp_path):
+def test_names_of_special_tokens_in_a_message_end_nothing(prompts):
     """The end is what follows the answer, not the first such name of the text."""
-    chat = prompts_of(tmp_path, "qwen")
+    chat = prompts("qwen")
     messages = turns("<|endoftext|>", "a<|endoftext|>", "b")
     assert chat.ends(Conversation(messages)) == {
         chat.tokenizer.special_tokens["<|im_end|>"]

@@ -7,6 +7,7 @@
 import json
 import re
 from argparse import Namespace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -32,18 +33,32 @@ def folder_with(tmp_path, template):
     return folder
 
 
-def encoded(folder, records, loss_on="all", ignored=None):
-    """Each record as it is read from a file of JSON lines."""
+def config_of(folder, loss_on):
     path = folder / "chat.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    config = DataConfig(
+    return DataConfig(
         **{"name": "text", "path": str(path), "tokenizer": str(folder)},
         **{"messages_key": "messages", "loss_on": loss_on},
     )
-    ignored = set() if ignored is None else ignored
-    encoder = Encoder(config, 300)
-    unit = Unit(path.name, path, "jsonl")
-    return [*encoder.encode_all(read_records(unit, config, ignored), ignored)]
+
+
+def encoded(folder, records, loss_on="all", encoder=None):
+    """Each record as it is read from a file of JSON lines."""
+    path, config = folder / "chat.jsonl", config_of(folder, loss_on)
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    encoder, unit = encoder or Encoder(config, 300), Unit(path.name, path, "jsonl")
+    return [*encoder.encode_all(read_records(unit, config, set()), set())]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """The folder of a template and its encoder, which starts a process."""
+
+    @cache
+    def made(template, loss_on):
+        folder = folder_with(tmp_path_factory.mktemp("chat"), template)
+        return folder, Encoder(config_of(folder, loss_on), 300)
+
+    return made
 
 
 def text_of(folder, ids):
@@ -76,11 +91,12 @@ def by_jinja(record, *, end=None, prompt=False):
 @pytest.mark.parametrize("seeds", [40, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("template", [TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
 def test_a_drawn_record_gives_the_text_and_answers_of_its_template(
-    tmp_path, template, seeds
+    chat, template, seeds
 ):
-    folder = folder_with(tmp_path, template)
+    folder, encoder = chat(template, "all")
     records = [draw_record(seed) for seed in range(seeds)]
-    for record, made in zip(records, encoded(folder, records), strict=True):
+    found = encoded(folder, records, encoder=encoder)
+    for record, made in zip(records, found, strict=True):
         whole = by_jinja(record)
         assert text_of(folder, made.ids) == whole, record
         unlearned = ""
@@ -95,13 +111,13 @@ def test_a_drawn_record_gives_the_text_and_answers_of_its_template(
 
 @pytest.mark.parametrize("template", [TEMPLATE, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("loss_on", ["all", "answers"])
-def test_an_answer_with_a_weight_of_0_is_not_learned(tmp_path, template, loss_on):
-    folder = folder_with(tmp_path, template)
+def test_an_answer_with_a_weight_of_0_is_not_learned(chat, template, loss_on):
+    folder, encoder = chat(template, loss_on)
     messages = turns("hi", "hello", "why?", "all", "é", "hello all")
     messages[1]["weight"], messages[3]["weight"] = 0, 1
     arguments = {"enable_thinking": False}
     record = {"messages": messages, "chat_template_kwargs": arguments}
-    (made,) = encoded(folder, [record], loss_on)
+    (made,) = encoded(folder, [record], loss_on, encoder)
     learned = text_of(folder, made.ids[made.loss_mask])
     if loss_on == "answers":
         assert learned == "all<|im_end|>\nhello all<|im_end|>\n"
@@ -155,10 +171,10 @@ CALL = {"function": {"name": "rain", "arguments": {}}}
         (record_of({"content": [{"text": "\ud83d"}]}), "half of a surrogate pair"),
     ],
 )
-def test_a_record_that_cannot_be_used_says_why(tmp_path, record, reason):
-    folder = folder_with(tmp_path, TEMPLATE)
+def test_a_record_that_cannot_be_used_says_why(chat, record, reason):
+    folder, encoder = chat(TEMPLATE, "answers")
     with pytest.raises(BadRecordError, match=re.escape(reason)):
-        encoded(folder, [record], "answers")
+        encoded(folder, [record], "answers", encoder)
 
 
 def test_parts_that_a_template_would_print_as_python_does_are_refused(tmp_path):

@@ -5,9 +5,11 @@
 tokens and masks.
 """
 
+import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -60,7 +62,7 @@ def rendered(folder, messages, **arguments):
         return None
 
 
-def encoder_of(folder, loss_on):
+def encoder(folder, loss_on):
     config = DataConfig(
         **{"name": "text", "path": "x", "tokenizer": str(folder)},
         **{"messages_key": "messages", "loss_on": loss_on},
@@ -68,12 +70,13 @@ def encoder_of(folder, loss_on):
     return Encoder(config, 300)
 
 
+def encoded_by(encoder, messages):
+    unit = Unit("a.parquet", Path("a.parquet"), "parquet")
+    return encoder.encode(Record(unit, 2, "", Conversation(messages)), set())
+
+
 def encoded(folder, messages, loss_on):
-    conversation = Conversation(messages)
-    record = Record(
-        Unit("a.parquet", Path("a.parquet"), "parquet"), 2, "", conversation
-    )
-    return encoder_of(folder, loss_on).encode(record, set())
+    return encoded_by(encoder(folder, loss_on), messages)
 
 
 def learned(folder, made):
@@ -86,31 +89,42 @@ def learned(folder, made):
     ]
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-@pytest.mark.parametrize("marked", [True, False])
-def test_a_template_writes_what_transformers_writes(tmp_path, family, marked):
-    folder = write_folder(tmp_path, family, marked=marked)
-    texts = {name: rendered(folder, one) for name, one in CONVERSATIONS.items()}
-    assert texts == json.loads(GOLDEN.read_text())[family]
+class Chat(NamedTuple):
+    """The folder of a family, and its encoders: each starts a process."""
+
+    family: str
+    marked: bool
+    folder: Path
+    encoders: dict[str, Encoder]
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-@pytest.mark.parametrize("marked", [True, False])
+@pytest.fixture(
+    scope="module", params=itertools.product(TEMPLATES, (True, False)), ids=str
+)
+def chat(request, tmp_path_factory):
+    family, marked = request.param
+    folder = write_folder(tmp_path_factory.mktemp(family), family, marked=marked)
+    encoders = {loss_on: encoder(folder, loss_on) for loss_on in ("answers", "all")}
+    return Chat(family, marked, folder, encoders)
+
+
+def test_a_template_writes_what_transformers_writes(chat):
+    texts = {name: rendered(chat.folder, one) for name, one in CONVERSATIONS.items()}
+    assert texts == json.loads(GOLDEN.read_text())[chat.family]
+
+
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_and_its_end_are_learned_and_nothing_else(
-    tmp_path, family, marked, name
-):
-    folder = write_folder(tmp_path, family, marked=marked)
-    messages = CONVERSATIONS[name]
-    if rendered(folder, messages) is None:
+def test_an_answer_and_its_end_are_learned_and_nothing_else(chat, name):
+    family, messages = chat.family, CONVERSATIONS[name]
+    if rendered(chat.folder, messages) is None:
         pytest.skip("the template refuses it")
-    if not marked and (family, name) in UNKNOWN:
+    if not chat.marked and (family, name) in UNKNOWN:
         reason = "so the answer is not known"
         with pytest.raises(BadRecordError, match=reason):
-            encoded(folder, messages, "answers")
+            encoded_by(chat.encoders["answers"], messages)
         return
-    made = encoded(folder, messages, "answers")
-    texts = learned(folder, made)
+    made = encoded_by(chat.encoders["answers"], messages)
+    texts = learned(chat.folder, made)
     assert all(text.endswith(ENDS[family]) for text in texts)
     answers = [text.removesuffix(ENDS[family]).strip() for text in texts]
     thought = (
@@ -120,7 +134,7 @@ def test_an_answer_and_its_end_are_learned_and_nothing_else(
     )
     answers = [answer.removeprefix(thought).strip() for answer in answers]
     assert answers == [answer.strip() for answer in ANSWERS[name]]
-    everything = encoded(folder, messages, "all")
+    everything = encoded_by(chat.encoders["all"], messages)
     assert everything.ids.tolist() == made.ids.tolist()
     assert everything.loss_mask is None
 
@@ -200,7 +214,7 @@ def test_a_bad_conversation_says_how_many_after_it_are_bad_too(tmp_path):
     unit = Unit("a.parquet", Path("a.parquet"), "parquet")
     records = [Record(unit, i, "", Conversation(one)) for i, one in enumerate(chats)]
     with pytest.raises(BadRecordError) as caught:
-        list(encoder_of(folder, "answers").encode_all(records, set()))
+        list(encoder(folder, "answers").encode_all(records, set()))
     assert (
         "  got: a.parquet, row 2: it has no answer of the role 'assistant'\n"
         "  got: 1 of the 2 records after it cannot be used either: row 3\n"

@@ -189,7 +189,7 @@ def test_an_error_of_a_process_is_raised_as_it_is(tmp_path):
     assert messages[0] == messages[1]
 
 
-@pytest.mark.slow(reason="it compiles several programs")
+@pytest.mark.slow(reason="it starts processes that read many lines")
 def test_the_first_error_of_the_text_is_raised_not_the_first_in_time(tmp_path):
     folder = write_files(tmp_path / "text", 8, "jsonl")
     (folder / "2.jsonl").write_text('{"text": "a"}\n' * 100_000 + '{"text": 1}\n')

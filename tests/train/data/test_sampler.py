@@ -101,10 +101,10 @@ def test_too_few_examples_are_refused(examples, drop_last, fix):
 
 
 @given(
-    examples=st.integers(1, 40),
+    examples=st.integers(1, 20),
     local=st.integers(1, 4),
     processes=st.integers(1, 3),
-    epochs=st.integers(1, 3),
+    epochs=st.integers(1, 2),
 )
 def test_a_loop_reads_each_index_once_per_epoch_and_ranks_share_them(
     examples, local, processes, epochs
