@@ -19,6 +19,8 @@ from tessera.train.checkpoints.checkpoint_folder import (
     Checkpoint,
     complete_steps,
     read_checkpoint,
+    read_verified_step,
+    write_verified_step,
 )
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints, metadata_of
@@ -122,9 +124,28 @@ def test_checkpoints_are_due_every_so_often_and_after_the_last_step(
     assert [step for step in range(1, 9) if checkpoints.is_due(step)] == due
 
 
-def test_a_run_that_keeps_none_makes_no_folder(job, replaced, tmp_path):
-    Checkpoints(replaced(job, checkpoint_every=None), tmp_path / "none", "")
+@pytest.mark.parametrize("setting", [{"checkpoint_every": None}, {"eval_only": True}])
+def test_a_run_that_keeps_none_makes_no_folder(job, replaced, tmp_path, setting):
+    Checkpoints(replaced(job, **setting), tmp_path / "none", "")
     assert not (tmp_path / "none").exists()
+
+
+def test_what_is_later_than_the_last_verified_step_is_set_aside(job, state, tmp_path):
+    with Checkpoints(job, tmp_path, "") as checkpoints:
+        for step in (2, 4, 6):
+            checkpoints.save(step, state, CURSOR)
+            if step == 4:
+                checkpoints.mark_verified(step)
+        checkpoints.discard_unverified()
+    assert complete_steps(tmp_path) == [4, 2]
+    assert (tmp_path / "6.replaced").is_dir()
+
+
+def test_a_run_has_verified_no_step_after_its_first(job, tmp_path):
+    write_verified_step(tmp_path, 6)
+    for resumed, verified in ((8, 6), (4, 4), (None, 0)):
+        Checkpoints(job, tmp_path, "", resumed)
+        assert read_verified_step(tmp_path) == verified
 
 
 def test_a_step_is_saved_once_and_in_order(job, state, tmp_path):
