@@ -15,26 +15,33 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
+from tessera.analysis.memory import format_bytes
 from tessera.errors import TargetError
+from tessera.foundations.config_files import configs_dir
+from tessera.foundations.device_grid import inferred
 from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
+from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.command_line import compose
 from tessera.train.config.recorded_run import recorded_run
-from tessera.train.config.run_config import data_parallel_groups
+from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.planner.answer import describe
-from tessera.train.planner.auto_remat import AUTO as AUTO_REMAT
-from tessera.train.planner.auto_remat import choose_remat
-from tessera.train.planner.layout import SETTINGS, override, without
+from tessera.train.planner.layout import SETTINGS, Layout, override, without
+from tessera.train.planner.memory_model import is_safe
 from tessera.train.planner.plan_run import plan_run
+from tessera.train.planner.search_space import REMAT
+from tessera.train.planner.step_time import StepModel
 from tessera.train.runtime.accelerators import assign_devices
 from tessera.train.runtime.cluster import Cluster, detect
 from tessera.train.runtime.exit_codes import shows_errors
 from tessera.train.runtime.python_process import python_command
 
 AUTO: Final = "model.mesh_shape=auto"
+AUTO_REMAT: Final = "training.remat=auto"
 _OF_TARGET: Final = ("runtime.target", "runtime.target_compiler")
 _BATCH: Final = "training.global_batch_size"
 _KEPT: Final = ("model.mesh_shape", *SETTINGS.values(), _BATCH)
@@ -92,6 +99,45 @@ def _with_mesh(given: Sequence[str]) -> tuple[list[str], list[str]]:
     text = answer.as_text(rows=3).rpartition("\n\n")[0]
     chosen = f"{AUTO} chose {describe(best.layout)}, {reason}"
     return [*line, *overrides], [chosen, *text.splitlines()]
+
+
+def choose_remat(words: Sequence[str], target: Target) -> tuple[str, str]:
+    """The first of the policies that surely fits, from the one that keeps most.
+
+    Args:
+      words: Of ``tessera train``, without a policy.
+      target: The machine. Nothing is compiled for it.
+
+    Returns:
+      The policy, and a line that says what was predicted of each.
+
+    Raises:
+      TesseraError: Any code of ``command_line.compose`` and of a run's own checks.
+    """
+    dry = [*words, f"runtime.target={target.name}", "training.dry_run=true"]
+    config = _on_mesh(compose(dry, configs_dir()).config, target)
+    model, layout = StepModel.of(config, target), Layout.of(config)
+    found = {
+        policy: model.memory(replace(layout, remat=policy)).total for policy in REMAT
+    }
+    safe = [each for each in REMAT if is_safe(found[each], target.machine)]
+    chosen = safe[0] if safe else min(REMAT, key=found.__getitem__)
+    reason = "keeps most of those that surely fit"
+    if not safe:
+        reason = "keeps least, and does not surely fit"
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items())
+    capacity = format_bytes(target.machine.memory_bytes)
+    return chosen, f"{AUTO_REMAT} chose {chosen}, which {reason} {capacity}: {sizes}"
+
+
+def _on_mesh(config: Config, target: Target) -> Config:
+    """The configuration with a mesh of known sizes, and the microbatches on it."""
+    sizes, names = config.model.mesh_shape
+    if -1 in sizes:
+        sizes = inferred(names, sizes, target.num_devices)
+    model = replace(config.model, mesh_shape=(sizes, names))
+    known = replace(config, model=model)
+    return with_batch_sizes(known, dict(zip(names, sizes, strict=True)))
 
 
 def _to_run(words: Sequence[str]) -> list[str]:

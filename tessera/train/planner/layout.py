@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
@@ -101,19 +101,17 @@ class Layout:
 
     def overrides(self) -> list[str]:
         """The words of a command line that give a run this layout."""
-        return list(self._overrides())
-
-    def _overrides(self) -> Iterator[str]:
         names, sizes = (
             ",".join(map(str, part)) for part in zip(*self.mesh, strict=True)
         )
-        yield f"model.mesh_shape=[[{sizes}],[{names}]]"
+        words = [f"model.mesh_shape=[[{sizes}],[{names}]]"]
         unset = {each.name: each.default for each in fields(self)}
         unset["microbatches"] = self.microbatches  # they follow from the global batch
         for part, path in SETTINGS.items():
             value = getattr(self, part)
             if part in _ALWAYS_SET or value != unset[part]:
-                yield override(path, value)
+                words.append(override(path, value))
+        return words
 
 
 def override(path: str, value: Any) -> str:

@@ -10,8 +10,7 @@ from tessera.foundations.config_files import configs_dir
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.planner import step_time
-from tessera.train.planner.auto_layout import with_layout
-from tessera.train.planner.auto_remat import AUTO, choose_remat
+from tessera.train.planner.auto_layout import AUTO_REMAT, choose_remat, with_layout
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MARGIN
 from tessera.train.planner.search_space import REMAT
@@ -71,7 +70,7 @@ def test_where_none_surely_fits_the_smallest_is_chosen():
 @pytest.mark.full
 def test_the_policy_takes_the_place_of_auto():
     target = f"runtime.target={TARGET}"
-    words, notes = with_layout([*WORDS, AUTO, target, "training.dry_run=true"])
+    words, notes = with_layout([*WORDS, AUTO_REMAT, target, "training.dry_run=true"])
     assert words == [*WORDS, "training.remat=none", target, "training.dry_run=true"]
     assert notes[0].startswith("training.remat=auto chose none")
 
@@ -79,18 +78,20 @@ def test_the_policy_takes_the_place_of_auto():
 @pytest.mark.full
 @pytest.mark.usefixtures("traced_before")
 def test_a_run_is_on_the_devices_that_are_here():
-    words, _ = with_layout([AUTO, *WORDS, f"runtime.target={TARGET}"])
+    words, _ = with_layout([AUTO_REMAT, *WORDS, f"runtime.target={TARGET}"])
     assert words == ["training.remat=none", *WORDS]
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("traced_before")
 def test_a_planned_layout_has_a_policy_of_its_own():
-    words = ["model.mesh_shape=auto", AUTO, *WORDS[1:], "runtime.target=cpu:1"]
-    assert AUTO not in with_layout(words)[0]
+    words = ["model.mesh_shape=auto", AUTO_REMAT, *WORDS[1:], "runtime.target=cpu:1"]
+    assert AUTO_REMAT not in with_layout(words)[0]
 
 
 def test_bad_settings_are_refused_as_those_of_a_run():
     with pytest.raises(TesseraError) as caught:
-        with_layout([AUTO, "model.mesh_shape=[[3],[fsdp,tp]]", "runtime.target=cpu:1"])
+        with_layout(
+            [AUTO_REMAT, "model.mesh_shape=[[3],[fsdp,tp]]", "runtime.target=cpu:1"]
+        )
     assert caught.value.code == "T101"
