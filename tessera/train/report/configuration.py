@@ -6,7 +6,15 @@ from typing import Any, Final
 
 import yaml
 
-from tessera.train.report.markup import Html, details, join, paragraph, table, text
+from tessera.train.report.markup import (
+    Html,
+    columns_table,
+    details,
+    join,
+    paragraph,
+    table,
+    text,
+)
 from tessera.train.report.run_files import RunFiles
 
 _MOST_SAMPLES: Final = 20
@@ -16,13 +24,9 @@ _MISSING: Final = "(none)"
 def compiled_step(runs: Sequence[RunFiles]) -> Html:
     """What the log says of each compiled step, and the measured peak of memory."""
     figures = {run.name: _of_step(run) for run in runs}
-    names = dict.fromkeys(name for each in figures.values() for name in each)
-    if not names:
+    if not any(figures.values()):
         return paragraph("No compiled step was recorded.")
-    rows = [
-        (name, *(each.get(name, "–") for each in figures.values())) for name in names
-    ]
-    return table("The compiled step", ("", *figures), rows)
+    return columns_table("The compiled step", figures)
 
 
 def _of_step(run: RunFiles) -> dict[str, str]:

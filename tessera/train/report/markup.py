@@ -6,7 +6,7 @@ and surrogates, which HTML or UTF-8 cannot hold, are shown as escape sequences.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NewType
 
@@ -62,6 +62,18 @@ def table(
         f"<table><caption>{text(caption)}</caption><thead><tr>{heads}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def columns_table(caption: str, columns: Mapping[str, Mapping[str, object]]) -> Html:
+    """A table with a column for each mapping, and a row for each of their names.
+
+    Args:
+      caption: What it shows.
+      columns: By heading; what a column lacks is "–".
+    """
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [(name, *(c.get(name, "–") for c in columns.values())) for name in names]
+    return table(caption, ("", *columns), rows)
 
 
 def _cell(value: object) -> str:

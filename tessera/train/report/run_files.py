@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from tessera.errors import OutputPathError
 from tessera.train.files.bounded_yaml import parse_yaml
-from tessera.train.files.regular_files import check_regular
+from tessera.train.files.regular_files import check_regular, read_regular
 from tessera.train.records.events import Event, read_events
 
 Series: TypeAlias = Mapping[int, float]
@@ -89,14 +89,11 @@ def _events(path: Path, problems: list[str]) -> tuple[Event, ...]:
     try:
         if path.exists():
             check_regular(path)
-        return tuple(event for event in read_events(path) if _has_time(event))
+        events = read_events(path)
+        return tuple(one for one in events if isinstance(one.get("time"), int | float))
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror or error}")
         return ()
-
-
-def _has_time(event: Event) -> bool:
-    return isinstance(event.get("time"), (int, float))
 
 
 def _read_metrics(path: Path, problems: list[str]) -> dict[str, Series]:
@@ -134,10 +131,7 @@ def _read_settings(path: Path, problems: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        check_regular(path)
-        if path.stat().st_size > _LONGEST_FILE:
-            raise ValueError(f"longer than {_LONGEST_FILE:,} bytes")
-        value = parse_yaml(path.read_text(encoding="utf-8"))
+        value = parse_yaml(read_regular(path, _LONGEST_FILE).decode())
         if not isinstance(value, dict):
             raise ValueError("it holds no mapping")
     except (OSError, ValueError) as error:

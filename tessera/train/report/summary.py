@@ -7,7 +7,7 @@ from statistics import median
 
 from tessera.train.records.goodput import goodput_of
 from tessera.train.report.charts import counted, number, utc
-from tessera.train.report.markup import Html, join, paragraph, table
+from tessera.train.report.markup import Html, columns_table, join, paragraph
 from tessera.train.report.run_files import RunFiles, Series
 
 _LONGEST_MESSAGE = 500
@@ -16,14 +16,11 @@ _LONGEST_MESSAGE = 500
 def summary(runs: Sequence[RunFiles]) -> Html:
     """A verdict on each run, and tables of all."""
     parts = [paragraph(f"{run.name}: {verdict(run)}", "verdict") for run in runs]
-    header = ("", *(run.name for run in runs))
-    for caption, columns in (
-        ("Main numbers", [_numbers(run) for run in runs]),
-        ("What was run", [_what_was_run(run) for run in runs]),
+    for caption, column in (
+        ("Main numbers", _numbers),
+        ("What was run", _what_was_run),
     ):
-        names = dict.fromkeys(name for column in columns for name in column)
-        rows = [(name, *(each.get(name, "–") for each in columns)) for name in names]
-        parts.append(table(caption, header, rows))
+        parts.append(columns_table(caption, {run.name: column(run) for run in runs}))
     parts += [
         paragraph(f"{run.name}: could not be read in full. {problem}", "warning")
         for run in runs
