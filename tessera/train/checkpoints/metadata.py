@@ -120,12 +120,12 @@ def read_metadata(path: Path) -> Metadata:
         its directory.
     """
     values = parse_json(read_regular(path, _MAX_BYTES), longest=_MAX_BYTES)
-    schema = decode_json(_Version, values).schema
-    if schema > SCHEMA:
-        written_by = decode_json(_Writer, values).versions.get("tessera", "")
+    written = decode_json(_Written, values)
+    if written.schema > SCHEMA:
+        written_by = written.versions.get("tessera", "")
         raise CheckpointMismatchError(
             f"a newer Tessera wrote the checkpoint {path.parent}",
-            got=f"schema {schema}, and this Tessera reads up to {SCHEMA}",
+            got=f"schema {written.schema}, and this Tessera reads up to {SCHEMA}",
             fix=f"install Tessera {printable(written_by, longest=40)} or newer",
         )
     metadata: Metadata = decode_json(Metadata, values)
@@ -161,10 +161,8 @@ def _check_stages(stages: int, runs: Sequence[tuple[int, int]]) -> None:
 
 
 @dataclass(frozen=True)
-class _Version:
+class _Written:
+    """The format, and the versions that wrote it; of a newer format nothing else."""
+
     schema: Count
-
-
-@dataclass(frozen=True)
-class _Writer:
     versions: Mapping[str, str]

@@ -36,21 +36,6 @@ _OPTIONAL: Final = {
 
 
 @dataclass(frozen=True)
-class ArrayRestore:
-    """How one array is restored.
-
-    Attributes:
-      source: Its stored shape, and the sharding to read it with.
-      target: Its shape and sharding in this run.
-      regroups: Whether its layers are regrouped into other stages in between.
-    """
-
-    source: jax.ShapeDtypeStruct
-    target: jax.ShapeDtypeStruct
-    regroups: bool = False
-
-
-@dataclass(frozen=True)
 class Restoration:
     """Restores one checkpoint in one run; only ``restore`` allocates anything.
 
@@ -63,10 +48,14 @@ class Restoration:
     run: Run
 
     @cached_property
-    def arrays(self) -> Mapping[str, ArrayRestore]:
-        """How each array is restored that the checkpoint has as this run needs it."""
+    def arrays(self) -> Mapping[str, tuple[jax.ShapeDtypeStruct, bool]]:
+        """How each array is read that the checkpoint has as this run needs it.
+
+        Its stored shape and the sharding to read it with, and whether its layers are
+        regrouped into other stages then.
+        """
         return {
-            name: self._array_restore(name, stored, self._targets[name])
+            name: self._source(name, stored, self._targets[name])
             for name, stored in self.metadata.arrays.items()
             if self._saved_form(name) == self._target_form(name)
         }
@@ -159,26 +148,26 @@ class Restoration:
 
     def restore(self, checkpoint: Checkpoint) -> TrainState:
         """Read the state; each device reads the blocks that it holds."""
-        sources = {name: restore.source for name, restore in self.arrays.items()}
+        sources = {name: source for name, (source, _) in self.arrays.items()}
         arrays = storage.read(checkpoint.state, sources)
-        for name, restore in self.arrays.items():
-            if restore.regroups:
+        for name, (_, regroups) in self.arrays.items():
+            if regroups:
                 # One at a time: only one array is in memory twice.
-                arrays[name] = self._regrouped(arrays.pop(name), restore)
+                arrays[name] = self._regrouped(arrays.pop(name), self._targets[name])
         if missing := self._targets.keys() - arrays.keys():
             fresh = named_leaves(self.run.fresh_parts())
             arrays |= {name: fresh[name] for name in missing}
         treedef = jax.tree.structure(self.run.abstract_state)
         return jax.tree.unflatten(treedef, [arrays[name] for name in self._targets])
 
-    def _regrouped(self, array: jax.Array, restore: ArrayRestore) -> jax.Array:
-        split, out = self.run.model.split, restore.target.sharding
+    def _regrouped(self, array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+        split, out = self.run.model.split, target.sharding
         regroup = jax.jit(_regroup, static_argnums=(1, 2), out_shardings=out)
         return regroup(array, self._saved_split, split)
 
-    def _array_restore(
+    def _source(
         self, name: str, stored: Stored, target: jax.ShapeDtypeStruct
-    ) -> ArrayRestore:
+    ) -> tuple[jax.ShapeDtypeStruct, bool]:
         split, shape = self.run.model.split, stored.shape
         sharding = target.sharding
         was_staged = _has_stage_dims(self._saved_split, name, shape)
@@ -191,8 +180,8 @@ class Restoration:
             spec = (*whole, *spec[3 if is_staged else 1 :])
             mesh = self.run.mesh.compile_mesh
             sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        source = jax.ShapeDtypeStruct(shape, jnp.dtype(stored.dtype), sharding=sharding)
-        return ArrayRestore(source, target, regroups)
+        dtype = jnp.dtype(stored.dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), regroups
 
 
 def _part(name: str) -> str:
