@@ -93,19 +93,11 @@ class StepCollectives:
 
     def of_tick(self) -> list[Calls]:
         """What one stage of a pipeline sends on, and back, in each tick."""
-        nbytes = self._tokens * self._width * self._item
+        # The residual stream is as wide as the rows of the embedding.
+        nbytes = self._share * max(
+            (each.nbytes for each in self.work.lookups), default=0.0
+        )
         return [Calls(("pp",), "collective-permute", nbytes, 2, False)]
-
-    @property
-    def _tokens(self) -> float:
-        """Tokens of a microbatch on one device."""
-        return self._share * self.work.sequence_length
-
-    @property
-    def _width(self) -> float:
-        """Numbers of the residual stream for each token."""
-        tokens = self.work.sequence_length * self._item
-        return max((each.nbytes / tokens for each in self.work.lookups), default=0.0)
 
     def _parameters(self) -> Iterator[Calls]:
         for each in self.work.parameters:
