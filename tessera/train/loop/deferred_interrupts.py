@@ -6,10 +6,11 @@ before the new state has a name, would leave neither.
 """
 
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+
+from tessera.train.runtime.exit_codes import handled_signals
 
 
 class Interrupts:
@@ -21,20 +22,10 @@ class Interrupts:
     def __init__(self) -> None:
         self._is_deferred = self._is_pending = False
 
-    @contextmanager
-    def handled(self) -> Iterator[None]:
+    def handled(self) -> AbstractContextManager[None]:
         """Handle Ctrl-C for the length of a ``with`` block."""
-        is_ours = (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        )
-        if is_ours:
-            signal.signal(signal.SIGINT, self._handle)
-        try:
-            yield
-        finally:
-            if is_ours:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+        is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return handled_signals([signal.SIGINT] if is_ours else [], self._handle)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

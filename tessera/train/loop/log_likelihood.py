@@ -16,6 +16,7 @@ from tessera.foundations.tree import Tree
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import AnyMesh
 from tessera.ops.losses import cross_entropy
+from tessera.train.data.packing import PackedRows, join
 from tessera.train.models.model import Batch, Model
 from tessera.train.models.partition_rules import Placement
 
@@ -107,18 +108,9 @@ def target_row(context: Ids, continuation: Ids, length: int) -> Row:
       length: Of the row; its padding is a segment of its own.
     """
     ids = np.array([*context, *continuation][-(length + 1) :], np.int32)
-    index, count = np.arange(length, dtype=np.int32), len(ids) - 1
-    row = {
-        "tokens": np.zeros(length, np.int32),
-        "targets": np.full(length, IGNORE_INDEX, np.int32),
-        "segment_ids": (index < count).astype(np.int32),
-        "positions": index,
-    }
-    row["tokens"][:count] = ids[:-1]
-    row["targets"][count - len(continuation) : count] = ids[
-        len(ids) - len(continuation) :
-    ]
-    return row
+    learned = np.arange(ids.size) >= ids.size - len(continuation)
+    stream = join([(ids, learned)], separator=None, vocab_size=2**31)
+    return PackedRows(stream, length, keep_tail=True)[0]
 
 
 @partial(CorrectJit, static_argnums=(0, 1))

@@ -116,7 +116,7 @@ def state_specs(
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(
             jax.tree_util.tree_leaves_with_path(model.trained(shapes.params)),
-            jax.tree.leaves(zero.optimizer_state, is_leaf=_is_spec),
+            jax.tree.leaves(zero.optimizer_state),
             strict=True,
         )
     }
@@ -139,7 +139,3 @@ def state_specs(
 def replicated(_: Any) -> PartitionSpec:
     """The layout of an array of which every device has all."""
     return PartitionSpec()
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
