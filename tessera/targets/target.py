@@ -16,9 +16,11 @@ import jax
 from tessera.errors import TargetCompilerError, TargetError
 from tessera.jax_compat import target_devices
 from tessera.targets.machine import PLATFORMS as PLATFORMS
-from tessera.targets.machine import Machine, machine
+from tessera.targets.machine import Machine, machine, machine_names
 
 _SIZES: Final = re.compile(r"\d+(x\d+)*")
+# 8xh100, h100x8, v5e-8
+_OTHER_FORM: Final = re.compile(r"(?:(\d+)[x*×])?(\w+?)(?:[x*×-](\d+))?")
 # The packages that each compiler needs: all those of one extra.
 _PACKAGES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "cpu": {"": ()},
@@ -63,6 +65,12 @@ class Target:
           TargetError: [T711] there is no such machine, or none of that size.
         """
         name, colon, size = str(text).strip().rpartition(":")
+        if not colon and (form := _OTHER_FORM.fullmatch(size)):
+            before, size, behind = form.groups()
+            if (before or behind) and size in machine_names():
+                found, count = machine(size), int(before or behind)
+                _, near = _size_problem(found, (count,)) or ("", (count,))
+                raise _size_error(found, text, "the size stands after a colon", near)
         found = machine(name if colon else size)
         if compiler not in (None, "cpu", found.compiler):
             raise TargetError(
@@ -116,7 +124,7 @@ class Target:
             raise TargetCompilerError(
                 f"the compiler of target {self.name} is not installed",
                 got=f"no package {', '.join(missing)}",
-                fix=f"{self._installation}\n"
+                fix=f"{self.installation}\n"
                 "or compile for CPU devices instead, whose memory and collectives are "
                 "not those of the target: runtime.target_compiler=cpu",
             )
@@ -130,12 +138,12 @@ class Target:
             raise TargetCompilerError(
                 f"the compiler of target {self.name} does not start",
                 got=lines[0],
-                fix=f"{self._installation}, with packages of the version of JAX, "
+                fix=f"{self.installation}, with packages of the version of JAX, "
                 f"which is {jax.__version__}",
             ) from error
 
     @property
-    def _installation(self) -> str:
+    def installation(self) -> str:
         """The command that installs the compiler."""
         extras = [f"'tessera-spmd[{extra}]'" for extra in _PACKAGES[self.compiler]]
         return f"pip install --upgrade {' or '.join(extras)}"

@@ -37,6 +37,10 @@ def test_a_text_names_a_machine_and_its_size(text, shape, devices, platform):
     [
         ("h10:2x8", "did you mean 'h100'"),
         ("h100", "such as h100:2x8"),
+        ("8xh100", "such as h100:8"),
+        ("16*h100", "such as h100:2x8"),
+        ("h100x8", "such as h100:8"),
+        ("v5e-16", "such as v5e:4x4"),
         ("h100:2x16", "such as h100:4x8"),
         ("h100:0x8", "such as h100:2x8"),
         ("h100:2x8x2", "such as h100:2x8"),

@@ -18,6 +18,13 @@ UNCERTAINTY: Final = (
     "Times are predicted, not measured: those of published runs were met within 10 % "
     "at the median and 30 % at worst (benchmarks/planner_published.py)."
 )
+_WITHOUT_COMPILER: Final = (
+    "The compiler of the target is not installed, so attention is traced as CPUs "
+    "compute it, in thousands of small operations where the target may have one kernel "
+    "(cuDNN, splash): steps come out too long and MFU too low, about 4 times for a "
+    "small model at 2048 tokens and more for longer rows, and memory up to a tenth too "
+    "low. Layouts are ranked by these times.\nFor good ones: "
+)
 _COLUMNS: Final = (
     *("rank", "layout", "step", "compute", "exposed", "bubble", "overhead"),
     *("memory", "of device", "tokens/s", "MFU", "memory is"),
@@ -60,6 +67,13 @@ class Answer:
         length = self.space.config.training.sequence_length
         return self.space.global_batch_size * length
 
+    @property
+    def uncertainty(self) -> str:
+        """How good the estimates are."""
+        if self.target.is_installed:
+            return UNCERTAINTY
+        return f"{_WITHOUT_COMPILER}{self.target.installation}"
+
     def command(self, layout: Layout) -> str:
         """A command line that trains in a layout."""
         overrides = layout.overrides()
@@ -94,12 +108,7 @@ class Answer:
         cells = [self._cells(rank + 1, each) for rank, each in enumerate(shown)]
         yield aligned(_COLUMNS, cells, right=(*_COLUMNS[2:11],))
         yield ""
-        yield UNCERTAINTY
-        if not self.target.is_installed:
-            yield (
-                "The compiler of the target is not installed, so attention is that of "
-                "CPUs in these estimates."
-            )
+        yield self.uncertainty
         yield ""
         yield self.command(self.best.layout)
 
@@ -149,7 +158,7 @@ class Answer:
             ],
             "command": self.command(self.best.layout),
             "layouts": [self._json(each) for each in self.ranked],
-            "uncertainty": UNCERTAINTY,
+            "uncertainty": self.uncertainty,
         }
 
     def _json(self, candidate: Candidate) -> dict[str, Any]:

@@ -73,6 +73,18 @@ def test_overrides_give_a_run_the_layout(layout):
     assert Layout.of(layout.applied(settings)) == layout
 
 
+def test_without_the_compiler_of_the_target_times_are_not_called_good(answer):
+    assert "within 10 % at the median" in answer.as_text()
+    missing = replace(answer, target=Target.parse("h100:8"))
+    if missing.target.is_installed:
+        pytest.skip("the compiler is installed")
+    text = missing.as_text()
+    assert "within 10 % at the median" not in text
+    assert "steps come out too long" in text
+    assert "\nFor good ones: pip install --upgrade 'tessera-spmd[targets-" in text
+    assert missing.as_json()["uncertainty"] in text
+
+
 def test_the_table_says_what_was_asked_and_found(answer):
     text = answer.as_text(rows=3)
     assert text.startswith("tiny on cpu:4: 4 devices of 1.00 GiB; 32 sequences of 64")
