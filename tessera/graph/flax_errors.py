@@ -25,7 +25,9 @@ def changes_explained() -> Iterator[None]:
         yield
     except Exception as error:
         flax_errors: Any = sys.modules.get("flax.errors")
-        if flax_errors is None or not isinstance(error, flax_errors.TraceContextError):
+        is_change = flax_errors and isinstance(error, flax_errors.TraceContextError)
+        # What nnx.grad and the like say of a module from outside of the trace.
+        if not is_change and "from different trace level" not in str(error):
             raise
         frames = traceback.extract_tb(error.__traceback__)
         users = [

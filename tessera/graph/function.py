@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 
 from tessera.annotations import argument_names, checked, signature_of
-from tessera.errors import SettingConflictError
+from tessera.errors import SettingConflictError, UnconnectedGradientError
 from tessera.graph.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
 from tessera.graph.eager import run_eagerly
@@ -35,6 +35,7 @@ from tessera.graph.tracer.arguments import (
     flatten_args,
     values_of,
 )
+from tessera.graph.tracer.closure_changes import Closure
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.graph.tracer.inlining import inline
 from tessera.graph.tracer.program_lookup import ProgramLookup
@@ -169,6 +170,10 @@ class Function:
         except traces.InvalidInputException:
             self._flatten(args, kwargs).check_values()
             raise
+        except (ValueError, RuntimeError) as error:
+            if "deleted" in str(error):
+                self._flatten(args, kwargs).check_values()
+            raise
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._kinds:
@@ -241,8 +246,17 @@ class Function:
     def _trace(self, call: Call) -> Traced:
         call = call.abstract()
         body, options = self._for_objects(call)
+        statics = (s.value for a in call.arguments for _, s in a.statics)
+        closure = Closure(self.body, *statics)
         with changes_explained(), methods_explained():
-            return Traced(call, trace(body, call, options), self.skip_passes)
+            try:
+                traced = Traced(call, trace(body, call, options), self.skip_passes)
+            except (UnconnectedGradientError, jax.errors.UnexpectedTracerError):
+                closure.check(None)  # it was traced twice, and read its own results
+                raise
+        origin = traced.origin
+        closure.check((*origin.graph.captured, *origin.parameters.values()))
+        return traced
 
     def _key(self, call: Call) -> Any:
         return (context_key(), call.key())

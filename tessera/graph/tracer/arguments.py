@@ -122,7 +122,7 @@ class Call:
         """Check that a program can run on the arrays.
 
         Raises:
-          ArgumentError: [T301] one is a shape.
+          ArgumentError: [T301] one is a shape, or was donated.
           jax.errors.UnexpectedTracerError: One was traced, and its trace has ended.
         """
         for leaf in self.leaves:
@@ -134,6 +134,13 @@ class Call:
                 )
             if leaf.of_trace:
                 raise jaxprs.escaped_tracer_error(leaf.value)
+            if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
+                raise ArgumentError(
+                    f"argument {leaf.name!r} is deleted: an earlier call took over its "
+                    "memory",
+                    got="donate=, donate_argnums= or x.delete()",
+                    fix="pass what that call returned: state = step(state, batch)",
+                )
 
     def with_static_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

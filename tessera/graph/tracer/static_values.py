@@ -144,7 +144,7 @@ def _function(value: FunctionType, around: tuple[int, ...]) -> Hashable:
     code = (_ByIdentity(value.__code__), _ByIdentity(value.__globals__))
     read = tuple(
         _global(value.__globals__[name], value, around)
-        for name in _names(value.__code__)
+        for name in global_names(value.__code__)
         if name in value.__globals__
     )
     return *code, _parts(cells, around), _parts(given, around), read
@@ -158,9 +158,11 @@ def _global(found: Any, value: FunctionType, around: tuple[int, ...]) -> Hashabl
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: CodeType) -> tuple[str, ...]:
+def global_names(code: CodeType) -> tuple[str, ...]:
     """The names that code may read from its module: those of attributes, too."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    inner = [
+        global_names(each) for each in code.co_consts if isinstance(each, CodeType)
+    ]
     return tuple(
         dict.fromkeys((*code.co_names, *(n for names in inner for n in names)))
     )

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.errors import LayoutMismatchError
+from tessera.errors import ArgumentError, LayoutMismatchError
 from tessera.graph.lower.lower_to_jit import (
     check_layouts,
     jitted,
@@ -124,6 +124,15 @@ def test_a_donated_argument_is_aliased_and_gone():
     step(state, X)
     assert state.is_deleted()
     assert not X.is_deleted()
+
+
+def test_a_donated_array_that_is_passed_again_is_named():
+    step = ts.function(lambda state, x: {"w": state["w"] + x}, donate=["state"])
+    state = {"w": X + 1.0}
+    new = step(state, X)
+    with pytest.raises(ArgumentError, match=r"'state/w' is deleted"):
+        step(state, X)
+    step(new, X)
 
 
 def test_a_donated_argument_with_statics_is_gone_too(dp_mesh):
