@@ -4,12 +4,14 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
 
 from tessera.errors import OutsideTraceError, TensorFormError
 from tessera.foundations.context import holding
+from tessera.jax_compat.traces import is_tracing
 from tessera.shard import as_dtype
 from tessera.tracing.scope import current
 
@@ -18,7 +20,16 @@ AUTOCAST_OFF: Final = "off"
 AUTOCAST_SCOPE: Final = "autocast_"
 AUTOCAST_DTYPES: Final = ("bfloat16", "float16")
 
-_autocast: ContextVar[str | None] = ContextVar("tessera_autocast", default=None)
+
+@dataclass
+class _Open:
+    """An autocast that is open, and whether anything has asked for it."""
+
+    dtype: str
+    is_read: bool = False
+
+
+_autocast: ContextVar[_Open | None] = ContextVar("tessera_autocast", default=None)
 
 
 @contextmanager
@@ -42,7 +53,8 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
     `docs/reference/autocast.md` names all primitives. The pass ``autocast`` does this
     in the finished program, so it applies to Flax and ``jnp`` code as well; dtypes that
     your code sees are unchanged. The innermost ``autocast`` decides; one around the
-    call of a ``ts.function`` applies inside. Plain JAX ignores it.
+    call of a ``ts.function`` applies inside. Plain JAX ignores it: operations in
+    ``jax.jit``, and those beside such a call, are as they are without it.
 
     Args:
       dtype: ``bf16`` or ``f16``, by name or as a dtype; ``f32`` casts nothing.
@@ -50,6 +62,7 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
 
     Raises:
       TensorFormError: [T207] the dtype does not exist, or is none of these.
+      OutsideTraceError: [T302] (at the end) nothing inside is of a step.
 
     Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
     """
@@ -62,23 +75,36 @@ def autocast(dtype: Any, *, enabled: bool = True) -> Iterator[None]:
     here = current()
     if narrows and here is not None and here.is_eager:
         check_autocast_of_programs(name)
-    with holding(_autocast, name if narrows else AUTOCAST_OFF), carried_autocast():
+    current_autocast()  # this one is in its place
+    opened = _Open(name if narrows else AUTOCAST_OFF)
+    with holding(_autocast, opened), jax.named_scope(AUTOCAST_SCOPE + opened.dtype):
         yield
+    is_of_step = here is not None or opened.is_read or is_tracing()
+    if narrows and not is_of_step:
+        raise _eager_error(f"ts.autocast({name!r}) around no step", "use @ts.function")
 
 
 def check_autocast_of_programs(dtype: str | None) -> None:
     """Raise [T302] for an autocast where operations run eagerly, without passes."""
     if dtype in AUTOCAST_DTYPES:
-        raise OutsideTraceError(
-            "ts.autocast is a pass over a program, and here operations run one by one",
-            got=f"ts.autocast({dtype!r}) and jax.disable_jit()",
-            fix="leave jax.disable_jit() out, or ts.autocast(..., enabled=False)",
-        )
+        got = f"ts.autocast({dtype!r}) and jax.disable_jit()"
+        raise _eager_error(got, "leave jax.disable_jit() out")
+
+
+def _eager_error(got: str, fix: str) -> OutsideTraceError:
+    return OutsideTraceError(
+        "ts.autocast is a pass over a program, and here operations run one by one",
+        got=got,
+        fix=f"{fix}, or ts.autocast(..., enabled=False)",
+    )
 
 
 def current_autocast() -> str | None:
     """The dtype of the innermost ``autocast`` that is open, ``off``, or None."""
-    return _autocast.get()
+    if (opened := _autocast.get()) is None:
+        return None
+    opened.is_read = True
+    return opened.dtype
 
 
 def carried_autocast() -> AbstractContextManager[Any]:
@@ -86,7 +112,7 @@ def carried_autocast() -> AbstractContextManager[Any]:
 
     A trace begins without the name scopes around it, and opens this one again.
     """
-    name = _autocast.get()
+    name = current_autocast()
     return nullcontext() if name is None else jax.named_scope(AUTOCAST_SCOPE + name)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import tessera as ts
-from tessera.errors import TensorFormError
+from tessera.errors import OutsideTraceError, TensorFormError
 from tessera.jax_compat import jaxprs
 from tessera.tracing import casts
 
@@ -67,3 +67,17 @@ def test_autocast_says_which_dtype_was_meant():
         ts.autocast("b16"),
     ):
         pass
+
+
+def test_an_autocast_that_no_step_is_in_is_an_error_at_its_end():
+    x = jnp.ones(2)
+    with pytest.raises(OutsideTraceError, match=r"use @ts\.function"):  # noqa: SIM117
+        with ts.autocast("bf16"):
+            x = x * 2
+    step = ts.function(lambda x: x * 2)
+    with ts.autocast("bf16"):
+        step(x)
+        with ts.autocast("f16"):
+            step.trace(x)
+    with ts.autocast("bf16", enabled=False):
+        x * 2
