@@ -169,13 +169,20 @@ def unconnected_error(
     inner = (
         "\nin a loop or a branch, compute all of the loss in the body, or all before it"
     )
+    read = (
+        "\na loss has to read these arrays themselves: no copies of them, and in "
+        "ts.grad(f)(w) the argument of f, where model.w is another array"
+    )
     listed = ", ".join(repr(name) if name else "the weight" for name in names)
     return UnconnectedGradientError(
         f"the loss does not depend on {listed}",
         got=f"{len(names)} of {count} weights have no path to the loss"
         + (f"\nts.grad was called at {line}" if line else ""),
         fix="compute the loss from them, leave them out, or pass allow_unused=True "
-        "to get zeros" + inner * is_inner + (f"\n{hint}" if hint else ""),
+        "to get zeros"
+        + inner * is_inner
+        + read * (len(names) == count)
+        + (f"\n{hint}" if hint else ""),
     )
 
 
@@ -289,10 +296,13 @@ def _in_layout_of(weights: list[Any], gradients: list[Any]) -> list[Any]:
     """The gradients, each constrained to the layout declared for it or its weight."""
     if manual_axes():  # blocks of this device: nothing is laid out here
         return gradients
-    return [
+    found = [
         gradient
         if (layout := scope.layout_of(weight, of_gradient=True) or layout_of(weight))
         is None
         else scope.constrain(gradient, *layout)
         for weight, gradient in zip(weights, gradients, strict=True)
     ]
+    for gradient in found:
+        scope.record_gradient(gradient)
+    return found

@@ -189,7 +189,8 @@ def _operand(value: Any, axes: tuple[str, ...]) -> Operand:
                 if scope.current() is None
                 else "computed in a step that leaves its layout to the compiler"
             ),
-            fix="call it inside @op.kernel, where every device has its own block",
+            fix="leave it out, where the compiler is to insert it, or call it inside "
+            "@op.kernel, where every device has its own block",
         )
     if layout is None:
         mesh = opened_or_none()

@@ -16,6 +16,7 @@ may be a tree of arrays: each leaf is an operand by itself.
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,11 +25,12 @@ from tessera.jax_compat.traces import manual_axes
 from tessera.ops import device_collectives
 from tessera.ops.collective_call import Axis, Operand, each
 from tessera.ops.device_collectives import Reduction
+from tessera.tracing import scope
 
 Ranks: TypeAlias = int | Sequence[int]
 
 
-def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
+def all_reduce(x: Any, axis: Axis = (), op: Reduction = "sum") -> Any:
     """Reduce the blocks of all devices along an axis, element by element.
 
     Per device ``[...]`` to ``[...]``, the same on every device. A global array loses
@@ -65,7 +67,7 @@ def all_reduce(x: Any, axis: Axis, op: Reduction = "sum") -> Any:
 
 
 def reduce_scatter(
-    x: Any, axis: Axis, dim: int | None = None, op: Reduction = "sum"
+    x: Any, axis: Axis = (), dim: int | None = None, op: Reduction = "sum"
 ) -> Any:
     """Reduce the blocks along an axis and give each device one part of the result.
 
@@ -102,7 +104,7 @@ def reduce_scatter(
     return each(one, x, axis)
 
 
-def all_gather(x: Any, axis: Axis, dim: int | None = None) -> Any:
+def all_gather(x: Any, axis: Axis = (), dim: int | None = None) -> Any:
     """Give every device the concatenated blocks of all devices along an axis.
 
     Per device ``[..., D, ...]`` to ``[..., D*n, ...]``, the same on every device. A
@@ -155,7 +157,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int) -> Any:
     return each(one, x, axis)
 
 
-def broadcast(x: Any, axis: Axis, root: int = 0) -> Any:
+def broadcast(x: Any, axis: Axis = (), root: int = 0) -> Any:
     """Give every device along an axis the block of one of them.
 
     It is a sum of that block and zeros, so -0.0 may arrive as 0.0.
@@ -320,6 +322,12 @@ def _transferred(
 
 def _check_reduction(operand: Operand, op: str) -> None:
     dtype = operand.value.dtype
+    if op == "sum" and not operand.is_block and scope.is_gradient(operand.value):
+        raise CollectiveError(
+            "the gradient is summed over all devices already",
+            got=f"{jax.typeof(operand.value)}, by a loss of whole arrays",
+            fix="leave the collective out: the compiler inserts it",
+        )
     if op not in ("sum", "mean", "max", "min"):
         raise CollectiveError(
             "there is no such reduction",

@@ -84,6 +84,7 @@ class Scope:
     path: tuple[str, ...] = ()
     layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
     gradient_layouts: dict[int, tuple[Any, Layout]] = field(default_factory=dict)
+    gradients: dict[int, Any] = field(default_factory=dict)
     counts: dict[tuple[tuple[str, ...], str], int] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)  # above parameters, or some more
 
@@ -92,6 +93,7 @@ class Scope:
         self.values = {}
         self.layouts.clear()
         self.gradient_layouts.clear()
+        self.gradients.clear()
 
     def value_of(self, name: str) -> Any:
         """The traced value of a declared parameter."""
@@ -267,6 +269,18 @@ def layout_of(value: Any, *, of_gradient: bool = False) -> Layout | None:
     layouts = scope.gradient_layouts if of_gradient else scope.layouts
     record = layouts.get(id(value))
     return record[1] if record is not None else None
+
+
+def record_gradient(value: Any) -> None:
+    """Record that a traced value is a gradient of a loss of whole arrays."""
+    if (scope := _open.get()) is not None:
+        scope.gradients[id(value)] = value
+
+
+def is_gradient(value: Any) -> bool:
+    """Whether a traced value was recorded to be a gradient."""
+    scope = _open.get()
+    return scope is not None and scope.gradients.get(id(value)) is value
 
 
 # The name scope of kernels that compute some pairs of blocks of queries and keys:

@@ -2,9 +2,11 @@
 """What collectives refuse."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tessera as ts
 from tessera import dist
 from tessera.errors import (
     CollectiveError,
@@ -138,6 +140,50 @@ def test_reductions_that_do_not_exist(dp_mesh):
     )
 
 
+@pytest.mark.parametrize(
+    "call", [dist.all_reduce, dist.all_gather, dist.reduce_scatter, dist.broadcast]
+)
+def test_a_call_as_of_pytorch_says_how_to_name_the_axis(call):
+    assert 'fix: write axis="dp"' in message_of(CollectiveError, call, numbers(8))
+
+
+@pytest.mark.parametrize("call", [dist.all_reduce, dist.reduce_scatter])
+@pytest.mark.parametrize(
+    ("slope", "message"),
+    [
+        (lambda loss, w: ts.grad(loss(w), w), "summed over all devices already"),
+        (lambda loss, w: ts.grad(loss)(w), "cannot see how this traced array"),
+        (lambda loss, w: jax.grad(loss)(w), "cannot see how this traced array"),
+    ],
+    ids=["of a value", "of a function", "of jax"],
+)
+def test_the_gradient_of_a_whole_batch_is_not_summed_again(
+    dp_mesh, call, slope, message
+):
+    """It would be as many times the gradient as there are devices."""
+
+    @ts.function(mesh=dp_mesh)
+    @ts.distribute("data_parallel", params="w", batch="x")
+    def step(w, x):
+        return call(slope(lambda w: jnp.mean((x @ w) ** 2), w), "dp")
+
+    w, x = np.ones((8, 4), np.float32), np.ones((8, 8), np.float32)
+    with pytest.raises(CollectiveError, match=message) as caught:
+        step.trace(w, x)
+    assert caught.value.fix.startswith("leave ")
+
+
+def test_the_mean_of_the_copies_of_a_gradient_is_the_gradient(dp_mesh):
+    @ts.function(mesh=dp_mesh)
+    @ts.distribute("data_parallel")
+    def step(w, x):
+        slope = ts.grad(jnp.mean((x @ w) ** 2), w)
+        return slope, dist.all_reduce(slope, "dp", op="mean")
+
+    slope, mean = step(np.ones(4, np.float32), numbers(32).reshape(8, 4))
+    np.testing.assert_allclose(mean, slope, rtol=1e-6)
+
+
 @pytest.mark.parametrize("axis", [(), ("dp", "dp")])
 def test_axes_are_some_and_different(grid_mesh, axis):
     x = on(grid_mesh, numbers(8), "dp")
@@ -158,6 +204,7 @@ def test_a_traced_array_that_hides_its_layout_is_refused(dp_mesh):
     assert message == (
         "[T206] a collective cannot see how this traced array is split\n"
         "  got: float32[8], traced by a transformation that hides layouts\n"
-        "  fix: call it inside @op.kernel, where every device has its own block\n"
+        "  fix: leave it out, where the compiler is to insert it, or call it inside "
+        "@op.kernel, where every device has its own block\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T206.html"
     )
