@@ -40,8 +40,7 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in origins:
-            hint = f"; use {instead[name]}" if name in instead else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+            raise no_attribute(package, name, instead)
         source, original = origins[name]
         if source == package:  # it would ask itself
             value = import_module(f"{source}.{original}")
@@ -51,6 +50,18 @@ def lazy_names(
         return value
 
     return get, lambda: sorted({*vars(module), *origins}), list(origins)
+
+
+def no_attribute(package: str, name: str, instead: Mapping[str, str]) -> AttributeError:
+    """The error for a name that a module lacks; JAX may have one like it."""
+    own = [
+        f"{module}.{name}"
+        for module in ("jax", "jax.lax", "jax.nn", "jax.numpy")
+        if not name.startswith("_") and name in vars(sys.modules.get(module, object))
+    ]
+    use = instead.get(name, own[0] if own else None)
+    hint = f"; use {use}" if use else ""
+    return AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
 
 def _origins(stub: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:

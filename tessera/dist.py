@@ -4,8 +4,12 @@
 A facade: every name is defined elsewhere, and nothing in the package imports it.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from tessera._lazy import no_attribute as _no_attribute
 from tessera.analysis.inspection import Inspection, inspect
 from tessera.debug.profile import profile
+from tessera.errors.torch_names import DISTRIBUTED as _DISTRIBUTED
 from tessera.foundations.simulated_devices import simulate_devices
 from tessera.mesh import Mesh
 from tessera.ops.collectives import (
@@ -33,3 +37,8 @@ __all__ = [
     "simulate_devices", "tensor",
 ]
 # fmt: on
+
+if not _TYPE_CHECKING:  # to type checkers, a name that it lacks stays an error
+
+    def __getattr__(name: str) -> object:
+        raise _no_attribute("tessera.dist", name, _DISTRIBUTED)

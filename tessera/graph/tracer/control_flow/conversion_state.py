@@ -98,7 +98,8 @@ class Conversion:
             "jax.lax.cond; for loops jax.lax.fori_loop and jax.lax.while_loop\n"
             "for `a < b < c`, max, min, any, all, int and float write `a < b and "
             "b < c`, jnp.maximum, jnp.minimum, jnp.any, jnp.all and x.astype\n"
-            "to show values, write the f-string as an argument of `print`\n"
+            "leave out x.item() and x.tolist(): arrays compute as numbers do\n"
+            "to show values, use print(x), with an f-string as its argument\n"
             "a Python value stays one unless a transformation of JAX takes it as an "
             "argument: close over it, or use functools.partial",
         )

@@ -153,8 +153,9 @@ def _require_traceable(function: Any, unseen: str, values: tuple[Any, ...]) -> N
         f"a branch or loop that is traced whether it runs or not does at {user_line()} "
         "what cannot be undone",
         got=unseen,
-        fix="do it before or after; to write something when the program runs, print it "
-        "or use jax.debug.callback; for random numbers use jax.random with a key",
+        fix="do it before or after\n"
+        "to write something each time that the program runs, use print(x) or "
+        "jax.debug.callback; for random numbers use jax.random with a key",
     )
 
 

@@ -306,7 +306,8 @@ def change_error(
         got=f"a {type(value).__name__} that {got}",
         fix="a branch or loop may change variables, and dicts and lists that the call "
         "has made or takes as arguments: return the new value, or assign into those\n"
-        "change a copy, such as dict(x), list(x) or x.copy()",
+        "change a copy, such as dict(x), list(x) or x.copy()\n"
+        "to show a value each time that the program runs, write print(x)",
     )
 
 

@@ -404,6 +404,7 @@ def test_attributes_of_objects_from_before_are_not_assigned_in_a_branch():
         "call has made or takes as arguments: return the new value, or assign into "
         "those\n"
         "  fix: change a copy, such as dict(x), list(x) or x.copy()\n"
+        "  fix: to show a value each time that the program runs, write print(x)\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )
 

@@ -84,6 +84,7 @@ def test_a_container_that_is_one_of_two_is_not_changed():
         "call has made or takes as arguments: return the new value, or assign into "
         "those\n"
         "  fix: change a copy, such as dict(x), list(x) or x.copy()\n"
+        "  fix: to show a value each time that the program runs, write print(x)\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T319.html"
     )
 

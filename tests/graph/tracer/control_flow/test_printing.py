@@ -137,7 +137,7 @@ USES = {
 def test_text_that_is_only_known_when_the_program_runs_is_not_used_before(function):
     with pytest.raises(ControlFlowError, match="Python needs a value at") as caught:
         ts.function(function)(jnp.float32(1))
-    assert "write the f-string as an argument of `print`" in caught.value.fix
+    assert "use print(x), with an f-string as its argument" in caught.value.fix
 
 
 def test_prints_are_found_wherever_they_are(capsys):
