@@ -2,8 +2,9 @@
 """Says why a call compiles again: what no earlier program was compiled for.
 
 It looks only where a program is about to be compiled, so a call that has one costs
-nothing. Each reason is logged once for each function, by the logger
-``tessera.recompiles`` at level ``WARNING``, which Python shows unless told otherwise:
+nothing. Each reason is logged once for each function, and whatever it is at the 4th,
+8th and 16th program and so on, by the logger ``tessera.recompiles`` at level
+``WARNING``, which Python shows unless told otherwise:
 
     logging.getLogger("tessera.recompiles").setLevel(logging.ERROR)
 """
@@ -34,6 +35,8 @@ _MAX_PROGRAMS: Final = 32
 _MAX_LINES: Final = 5
 _MAX_NAMES: Final = 3
 _MAX_TEXT: Final = 60
+# From this number of programs on, reasons are repeated as often as it doubles.
+_REPEATED_FROM: Final = 4
 
 # A user's repr may fail, or be of any length.
 _REPR: Final = reprlib.Repr()
@@ -52,7 +55,7 @@ class _Difference:
 
 
 class Recompilations:
-    """Logs why one function compiles again, each reason once.
+    """Logs why one function compiles again, each reason once at first.
 
     Args:
       function: Its name.
@@ -84,8 +87,9 @@ class Recompilations:
             self._logged.setdefault((each.name, each.part), mine) is mine
             for each in closest
         ]
-        if any(new):
-            number = len({id(program.compiled) for program in unique}) + 1
+        number = len({id(program.compiled) for program in unique}) + 1
+        is_doubled = number >= _REPEATED_FROM and number.bit_count() == 1
+        if any(new) or (closest and is_doubled):
             title = f"{self._function!r} compiles again, program {number}, for the call"
             lines = [f"{title} at {_line_of_call()}", *_lines(closest)]
             _logger.warning("%s", "\n  ".join(lines))
@@ -196,8 +200,9 @@ def _of_leaf(
         fix = ""
         if was == here:
             was, fix = "another one", f"create {name!r} once, before the calls"
-        elif _is_number(before) and _is_number(now):
-            fix = f"pass {name!r} as an array to compile once, whatever the number"
+        elif _is_number(before) and (_is_number(now) or getattr(now, "shape", 0) == ()):
+            fix = f"pass {name!r} as an array, jnp.asarray(x), from the first call on: "
+            fix += "a number of Python is a part of the program, and each compiles one"
         yield _Difference(name, "static value", was, here, fix)
 
 

@@ -2,6 +2,7 @@
 """A call that compiles again says why, once; one that finds a program says nothing."""
 
 import logging
+import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -117,11 +118,23 @@ def test_a_user_switches_it_off_as_any_logger(caplog):
     assert caplog.records == []
 
 
-def test_many_shapes_are_said_once(said):
+def test_many_shapes_are_said_as_often_as_the_number_of_programs_doubles(caplog, said):
     step = ts.function(lambda x: x + 1)
     for size in range(1, 9):
         step(X[:size])
-    assert said() == ["shape of 'x': (2,), before (1,)"]
+    numbers = [re.findall(r"program (\d+)", r.getMessage()) for r in caplog.records]
+    assert numbers == [["2"], ["4"], ["8"]]
+    assert said()[::2] == [
+        "shape of 'x': (2,), before (1,)",
+        "shape of 'x': (8,), before (7,)",
+    ]
+
+
+def test_a_number_that_becomes_an_array_says_what_to_begin_with(said):
+    step = ts.function(lambda state: {"step": state["step"] + 1})
+    step(step({"step": 0}))
+    (_, fix) = said()
+    assert "pass 'state/step' as an array, jnp.asarray(x), from the first call" in fix
 
 
 def test_another_reason_for_the_same_argument_is_said(said):
@@ -229,7 +242,8 @@ class Settings:
             0.2,
             [
                 "static value of 'v': 0.2, before 0.1",
-                "fix: pass 'v' as an array to compile once, whatever the number",
+                "fix: pass 'v' as an array, jnp.asarray(x), from the first call on: "
+                "a number of Python is a part of the program, and each compiles one",
             ],
         ),
         (True, False, ["static value of 'v': False, before True"]),
