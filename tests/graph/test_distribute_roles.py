@@ -178,6 +178,17 @@ def test_data_in_several_arguments_has_to_be_named():
     assert found["x"] == found["y"] == P("fsdp")
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel", "fsdp"])
+def test_arguments_of_unknown_roles_are_not_all_said_to_have_one(strategy):
+    """Weights and data: neither ``params=['w', 'x']`` nor ``batch=['w', 'x']`` is."""
+    forward = ts.distribute(strategy)(lambda w, x: x @ w)
+    with pytest.raises(UndecidedRoleError) as caught:
+        forward.trace(normal(16, 8), normal(16, 16))
+    assert "say which of 'w', 'x' are what: " in caught.value.fix
+    assert f"ts.distribute('{strategy}', params=[…], batch=[…])" in caught.value.fix
+    assert "and likewise gradients=, optimizer_state=" in caught.value.fix
+
+
 def test_frozen_weights_beside_a_batch_are_split_like_parameters():
     def step(theta, base, data):
         both = jax.tree.map(jnp.add, theta, base)
@@ -268,7 +279,7 @@ def test_an_update_that_replaces_nothing_visibly_has_to_be_told():
         return jax.tree.map(lambda a, b: jnp.sign(a) * b, a, b)
 
     strategy = "zero_redundancy_optimizer"
-    with pytest.raises(UndecidedRoleError, match=r"params=\['a', 'b'\]"):
+    with pytest.raises(UndecidedRoleError, match="which of 'a', 'b' are what"):
         specs(ts.distribute(strategy)(update), THETA, THETA, mesh=DP)
     found = specs(ts.distribute(strategy, params="a")(update), THETA, THETA, mesh=DP)
     assert under("a", found) == {"up": P(), "down": P()}

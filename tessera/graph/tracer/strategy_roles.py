@@ -149,6 +149,11 @@ class _RoleInference:
         named = [name for name in names if name not in keys] or names
         listed = ", ".join(map(repr, names))
         split = ", ".join(map(repr, named))
+        declare, known = f"ts.distribute({self.name!r}, ", [role]
+        say = f"say it: {declare}{role}=[{split}])"
+        if len(named) > 1 and len(paths) == len(self.undeclared):  # of several roles
+            say = f"say which of {split} are what: {declare}params=[…], batch=[…])"
+            known = [PARAMS, BATCH]
         advice = "".join(
             f"\n{key!r} looks like a raw PRNG key: pass a typed one, jax.random.key(0)"
             for key in keys
@@ -157,8 +162,8 @@ class _RoleInference:
             f"strategy {self.name!r} cannot tell what the arguments {listed} of "
             f"{self.graph.name!r} are",
             got=f"{first_of(paths)}: {why}",
-            fix=f"say it: ts.distribute({self.name!r}, {role}=[{split}])\n"
-            f"and likewise {', '.join(f'{r}=' for r in ROLES if r != role)}{advice}",
+            fix=f"{say}\nand likewise "
+            f"{', '.join(f'{r}=' for r in ROLES if r not in known)}{advice}",
         )
 
 
