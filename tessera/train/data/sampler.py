@@ -12,7 +12,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tessera.errors import DataChangedError, EmptyDataError, TesseraWarning
+from tessera.errors import (
+    DataChangedError,
+    EmptyDataError,
+    SettingValueError,
+    TesseraWarning,
+)
 from tessera.train.data.batches import Share
 
 Indices: TypeAlias = np.ndarray
@@ -52,6 +57,7 @@ class EpochSampler:
 
     Raises:
       BatchSizeError: [T503] ``process_count`` does not divide ``batch_size``.
+      SettingValueError: [T502] a number is none, such as the data in its place.
       EmptyDataError: [T602] there are no examples, or with ``drop_last`` fewer than a
         batch.
 
@@ -75,6 +81,14 @@ class EpochSampler:
     )
 
     def __post_init__(self) -> None:
+        for name in ("num_examples", "batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise SettingValueError(
+                    f"{name} of EpochSampler is a whole number",
+                    got=f"a {type(value).__name__}",
+                    fix="EpochSampler(len(data), 32), and data[indices] in the loop",
+                )
         Share(self.batch_size, self.process_index, self.process_count)  # validates
         least = self.batch_size if self.drop_last else 1
         if self.num_examples < least:

@@ -12,6 +12,7 @@ from tessera.errors import (
     BatchSizeError,
     DataChangedError,
     EmptyDataError,
+    SettingValueError,
     TesseraWarning,
 )
 from tessera.train.data import EpochSampler
@@ -50,6 +51,16 @@ def test_an_epoch_has_every_example_and_repeats_only_to_fill_the_last_batch(
     assert len(flat) - examples < size
     again = flat[examples:]
     assert again == [flat[i % examples] for i in range(len(again))]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(np.arange(10), 4), ([1, 2], 1), ("data", 4), (9.5, 4), (10, 2.0), (True, 1)],
+)
+def test_the_data_in_place_of_how_many_there_are_is_an_error(sizes):
+    with pytest.raises(SettingValueError, match=r"EpochSampler\(len\(data\)"):
+        EpochSampler(*sizes)
+    assert len(EpochSampler(np.int64(10), np.int32(4))) == 3
 
 
 def test_what_fills_no_batch_may_be_dropped():
