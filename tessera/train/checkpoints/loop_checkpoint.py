@@ -32,6 +32,7 @@ from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.checkpoints.loop_leaves import (
     StateLeaves,
     form_of,
+    is_number_of,
     named_parts,
     restored_leaf,
     saved_forms,
@@ -128,8 +129,9 @@ def restore_checkpoint(
       folder: What ``save_checkpoint`` wrote to.
       like: A state of the same tree, shapes and dtypes, with arrays or
         ``jax.ShapeDtypeStruct``. An array is restored with the sharding that it has
-        here, a NumPy array or a Python number as one. Nothing in it changes. Without
-        JAX's x64 an array of 64 bits is one of NumPy.
+        here, a NumPy array or a Python number as one; a number that a step has made an
+        array of stays one. Nothing in it changes. Without JAX's x64 an array of 64 bits
+        is one of NumPy.
       step: Which checkpoint; by default the newest.
       mesh: Where arrays go whose place ``like`` leaves open: those without a sharding,
         and those that are on one device by default. They have the axes that they were
@@ -298,7 +300,11 @@ def _open(root: Path, step: int | None) -> Checkpoint:
 def _check(checkpoint: Checkpoint, targets: dict[str, Any]) -> None:
     """Raise [T802] for each leaf that only one side has, or that differs."""
     saved = saved_forms(checkpoint.metadata)
-    wanted = {name: form_of(leaf) for name, leaf in targets.items()}
+    stored = checkpoint.metadata.arrays
+    wanted = {
+        name: saved[name] if is_number_of(leaf, stored.get(name)) else form_of(leaf)
+        for name, leaf in targets.items()
+    }
     lines = [
         f"{name}: saved {saved.get(name, 'has none')}, `like` "
         f"{wanted.get(name, 'has none')}"
@@ -310,5 +316,6 @@ def _check(checkpoint: Checkpoint, targets: dict[str, Any]) -> None:
         raise CheckpointMismatchError(
             f"the checkpoint {checkpoint.path} does not hold a state like this one",
             got="\n".join(lines[:_MOST_LINES] + more),
-            fix="build `like` with the model and the optimizer that were saved",
+            fix="build `like` with the model and the optimizer that were saved, and "
+            "with numbers of Python where such were saved",
         )

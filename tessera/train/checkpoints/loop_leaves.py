@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from tessera.errors import MeshConflictError, StateLeafError
 from tessera.foundations.tree import Tree, path_name
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor
 from tessera.shard_spec import check_even, spec_of_axes
@@ -28,6 +28,7 @@ from tessera.tracing.object_arguments import is_object
 from tessera.train.checkpoints.metadata import Metadata, Stored
 
 _HOST = (bool, int, float, str)
+_KINDS = {bool: np.bool_, int: jnp.integer, float: jnp.floating}
 
 
 @dataclass
@@ -184,6 +185,17 @@ def saved_forms(metadata: Metadata) -> dict[str, str]:
     return forms
 
 
+def is_number_of(leaf: Any, stored: Stored | None) -> bool:
+    """Whether a leaf is a Python number, and one of its kind was stored as an array.
+
+    A step makes an array of the ``0`` that a state begins with.
+    """
+    kind: Any = _KINDS.get(type(leaf))
+    if kind is None or stored is None or stored.shape:
+        return False
+    return jnp.issubdtype(jnp.dtype(stored.dtype), kind)
+
+
 def form_of(leaf: Any) -> str:
     """A leaf as both sides of a comparison show it, such as ``float32[8,4]``."""
     if not hasattr(leaf, "dtype"):
@@ -234,6 +246,8 @@ def restored_leaf(leaf: Any, array: Any, stored: Stored, impl: Any) -> Any:
     is_host = isinstance(leaf, np.ndarray) or _is_wide(stored)
     if isinstance(array, np.ndarray) and not is_host:
         array = jnp.array(array)
+    if stored.weak and not is_host:
+        array = traces.converted(array, array.dtype, weak=True)
     return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
 

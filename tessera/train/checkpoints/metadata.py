@@ -40,11 +40,14 @@ class Stored:
       shape: Its global shape.
       dtype: ``float32``, ``bfloat16``, …
       layout: The axes of the saving run's mesh that sharded each dim.
+      weak: Whether its dtype is weak, as of ``jnp.asarray(0.1)``: other arrays do not
+        take it over.
     """
 
     shape: tuple[Count, ...]
     dtype: str
     layout: tuple[tuple[str, ...], ...]
+    weak: bool = False
 
     @classmethod
     def of(cls, leaf: jax.ShapeDtypeStruct | jax.Array | np.ndarray) -> "Stored":
@@ -52,7 +55,8 @@ class Stored:
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
         layout = axes_of_dims(PartitionSpec(*spec), len(leaf.shape))
-        return cls(tuple(leaf.shape), leaf.dtype.name, layout)
+        weak = bool(getattr(leaf, "weak_type", False))
+        return cls(tuple(leaf.shape), leaf.dtype.name, layout, weak)
 
 
 @dataclass(frozen=True)

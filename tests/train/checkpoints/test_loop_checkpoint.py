@@ -232,6 +232,31 @@ def test_objects_of_nnx_are_restored_as_new_ones(tmp_path):
     )
 
 
+def test_a_number_that_a_step_has_made_an_array_is_restored_for_a_fresh_one(tmp_path):
+    """The array is as weak as it was: a strong one would widen what it multiplies."""
+    fresh = {"step": 0, "rate": 0.1, "is_warm": False, "w": jnp.ones(3, jnp.bfloat16)}
+    step = ts.function(lambda s: s | {k: s[k] * 1 for k in ("step", "rate")})
+    state = step(fresh) | {"is_warm": jnp.asarray(True)}
+    save_checkpoint(tmp_path, state, step=1)
+    for like in (fresh, state):
+        got = restore_checkpoint(tmp_path, like=like)
+        equal(got, state)
+        assert (got["w"] * got["rate"]).dtype == (state["w"] * state["rate"]).dtype
+        assert [jax.typeof(x) for x in got.values()] == [
+            jax.typeof(state[name]) for name in got
+        ]
+
+
+@pytest.mark.parametrize(
+    ("array", "number"),
+    [(jnp.float32(1), 0), (jnp.int32(1), 0.5), (X, 0), (X[0], False)],
+)
+def test_an_array_is_not_restored_for_a_number_of_another_kind(tmp_path, array, number):
+    save_checkpoint(tmp_path, {"a": array}, step=1)
+    with pytest.raises(CheckpointMismatchError, match="a: saved"):
+        restore_checkpoint(tmp_path, like={"a": number})
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
