@@ -133,7 +133,9 @@ def _raise_idle_devices(
         f"the mesh takes {needed} devices, and {num_processes} processes have {count}",
         got=f"{count // num_processes} devices in each process: all of them have to be "
         "in the mesh, or a process would have nothing to do",
-        fix=_other_mesh(axes, count) + "\nor start another number of processes",
+        fix=_other_mesh(axes, count)
+        + ("" if axes else "\nin a script: prepare_devices(..., axes={'dp': -1})")
+        + "\nor start another number of processes",
     )
 
 

@@ -187,6 +187,21 @@ def test_accelerators_are_named_with_their_kind():
     )
 
 
+def test_processes_with_several_devices_each_take_all_of_them(monkeypatch):
+    """As the page of a script of one's own has it."""
+    gpus = [
+        SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=i // 4)
+        for i in range(8)
+    ]
+    monkeypatch.setattr(jax, "devices", lambda backend=None: gpus)
+    monkeypatch.setattr(jaxprs, "backend_started", lambda: True)
+    all_of_them = prepare_devices(2, axes={"dp": -1}, num_processes=2)
+    assert all_of_them == "8 GPU devices in 2 processes (NVIDIA H200)"
+    with pytest.raises(errors.DeviceCountError, match="have 8") as caught:
+        prepare_devices(2, num_processes=2)
+    assert "in a script: prepare_devices(..., axes={'dp': -1})" in caught.value.fix
+
+
 @pytest.mark.usefixtures("four_gpus")
 def test_too_few_accelerators_are_an_error_that_says_how_many_there_are():
     with pytest.raises(errors.DeviceCountError) as caught:
