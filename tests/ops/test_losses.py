@@ -120,14 +120,20 @@ def test_labels_of_every_integer_dtype_reach_a_large_vocabulary(dtype):
     np.testing.assert_allclose(found, reference(logits, labels), rtol=1e-5)
 
 
-def test_the_gradient_is_softmax_less_one_hot():
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_the_gradient_is_softmax_less_one_hot(z_loss):
+    """With ``z_loss``, of the squared logarithm of the softmax's denominator too."""
     logits, labels = drawn(7, 6)
-    found = jax.grad(cross_entropy)(jnp.asarray(logits), labels)
-    x = np.asarray(logits, np.float64)
-    softmax = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
-    counts = labels != -100
+    loss, slope = jax.value_and_grad(cross_entropy)(
+        jnp.asarray(logits), labels, z_loss=z_loss
+    )
+    x, counts = np.asarray(logits, np.float64), labels != -100
+    total = np.exp(x).sum(-1)
+    losses = reference(logits, labels) + z_loss * np.log(total) ** 2 * counts
+    np.testing.assert_allclose(loss, losses.sum() / counts.sum(), rtol=1e-5)
+    softmax = np.exp(x) / total[:, None] * (1 + 2 * z_loss * np.log(total))[:, None]
     expected = (softmax - np.eye(7)[np.where(counts, labels, 0)]) * counts[:, None]
-    np.testing.assert_allclose(found, expected / counts.sum(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(slope, expected / counts.sum(), rtol=1e-5, atol=1e-7)
 
 
 # --- on a mesh

@@ -79,6 +79,13 @@ def test_a_manifest_that_lost_its_end_is_not_complete(folder, size):
     assert find_damage(folder) == f"{NAME} is not complete"
 
 
+def test_a_manifest_that_goes_on_after_its_end_is_not_complete(folder):
+    write_manifest(folder)
+    with (folder / NAME).open("a") as file:
+        file.write("0" * 20)
+    assert find_damage(folder) == f"{NAME} is not complete"
+
+
 def test_a_missing_shorter_or_longer_file_is_named(folder):
     write_manifest(folder)
     path = folder / "state/d/1a"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: which one a run has, and whose values win."""
 
+import itertools
 import re
 import shutil
+from functools import cache
 
 import pytest
 import yaml
@@ -24,17 +26,25 @@ from tests.train.config.command_lines import CONFIGS_DIR, composed
 
 WEIGHTS = "training.init_from=weights.safetensors"
 CHATS = ("data=text", "data.path=chats.jsonl", "data.messages_key=messages")
+# Each optimizer in one recipe.
+FAST = {
+    *(("finetune", "adamw"), ("finetune", "sgd"), ("lora", "adam")),
+    *(("pretrain", "lion"), ("pretrain", "adafactor")),
+}
+
+
+once = cache(composed)  # it takes a third of a second
 
 
 def settings(*overrides):
-    both = composed(*overrides)
+    both = once(*overrides)
     # A checkpoint keeps what was chosen.
     assert settings_of_text(both.text) == both.config
     return both.config
 
 
 def note(*overrides):
-    (line,) = composed(*overrides).notes
+    (line,) = once(*overrides).notes
     return line
 
 
@@ -105,8 +115,13 @@ def test_a_default_that_is_written_wins():
     assert given.optimizer.learning_rate == 0.003
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("recipe", ["finetune", "lora", "pretrain"])
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        case if case in FAST else pytest.param(*case, marks=pytest.mark.full)
+        for case in itertools.product(("finetune", "lora", "pretrain"), OPTIMIZERS)
+    ],
+)
 def test_each_optimizer_has_a_rate_of_its_own(recipe, name):
     given = settings(f"recipe={recipe}", f"optimizer={name}").optimizer
     rates = yaml.safe_load((CONFIGS_DIR / f"recipe/{recipe}.yaml").read_text())
