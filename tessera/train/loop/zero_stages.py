@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``training.zero_stage``: the layouts of parameters, gradients and optimizer state.
 
-``tessera/graph/zero_layouts.py`` says how one array is split; here are the trees of a model.
-What the axis ``fsdp`` splits, it splits at every stage: by the model's own rules, all
-three of parameters, gradients and optimizer state. A stage is about the copies along
-``dp``.
+``tessera/graph/zero_layouts.py`` says how one array is split; here are the trees of a
+model. What the axis ``fsdp`` splits, it splits at every stage: by the model's own
+rules, all three of parameters, gradients and optimizer state. A stage is about the
+copies along ``dp``.
 
 Source: Rajbhandari et al., ZeRO, arXiv 1910.02054.
 """
