@@ -165,12 +165,17 @@ def test_examples_that_run_use_every_public_name(facade):
     assert {name for name in names if f"{facade}.{name}" not in used} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def needs_devices(page: Path) -> bool:
+    text = "\n".join(python_blocks(page.read_text()))
+    return re.search(r"\bMesh\(|distribute\(|op\.kernel", text) is not None
+
+
+@pytest.mark.parametrize(
+    "page", [*filter(needs_devices, PAGES)], ids=lambda page: page.stem
+)
 def test_a_page_that_needs_devices_starts_with_the_recipe(page):
     """So that its blocks run when they are pasted into a fresh Python."""
-    blocks = python_blocks(page.read_text())
-    if re.search(r"\bMesh\(|distribute\(|op\.kernel", "\n".join(blocks)):
-        assert blocks[0].startswith(RECIPE)
+    assert python_blocks(page.read_text())[0].startswith(RECIPE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -273,14 +278,18 @@ def without_fences(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def links_of(page: Path) -> list[tuple[str, str]]:
+    """Target and anchor of each link, but of those to other sites."""
+    return re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", without_fences(page))
+
+
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *ERROR_PAGES, ROOT / "CONTRIBUTING.md"],
+    [*filter(links_of, [*PAGES, *ERROR_PAGES, ROOT / "CONTRIBUTING.md"])],
     ids=lambda page: page.stem,
 )
 def test_a_link_leads_somewhere(page):
-    links = re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", without_fences(page))
-    for target, anchor in links:
+    for target, anchor in links_of(page):
         if target.startswith("/_generated/"):  # made when the site is built
             name = target.rpartition("/")[2]
             assert name in generated("figures").FIGURES
