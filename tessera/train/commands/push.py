@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in sorted(options.folder.rglob("*"))
         if path.is_file()
     ]
-    others = [each for each in names if not _is_one_of(each, (*files, *_BESIDE))]
+    sent = (*files, *_BESIDE)
+    others = [n for n in names if not any(fnmatch(n, pattern) for pattern in sent)]
     if others:
         sys.stdout.write(f"not sent, no part of an export: {', '.join(others)}\n")
     hub = hub_library(name.repo)
@@ -172,7 +173,3 @@ def _refused(name: HubName, error: Exception) -> HubError:
             "log in with a token that may write there: hf auth login (or set HF_TOKEN)"
         )
     return HubError(f"{name.repo} was not pushed", got=got, fix=fix)
-
-
-def _is_one_of(file: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(file, pattern) for pattern in patterns)

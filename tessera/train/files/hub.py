@@ -183,7 +183,8 @@ class HubName:
 
     def _error(self, hub: ModuleType, error: Exception) -> HubError:
         kinds, kind = hub.errors, "data set" if self.is_dataset else "model"
-        page = f"{hub.constants.ENDPOINT}/{self._page}"
+        folder = "datasets/" if self.is_dataset else ""
+        page = f"{hub.constants.ENDPOINT}/{folder}{self.repo}"
         here = f"\nthere is no folder {self.repo!r} here, either"
         here = "" if os.path.exists(self.repo) else here
         got, log_in = page, "run: hf auth login (or set HF_TOKEN)"
@@ -207,10 +208,6 @@ class HubName:
                 why = "HF_HUB_OFFLINE is set"
             got, fix = f"{printable(why, longest=200)}{here}", self._by_hand()
         return HubError(what, got=got, fix=fix)
-
-    @property
-    def _page(self) -> str:
-        return f"datasets/{self.repo}" if self.is_dataset else self.repo
 
     def _by_hand(self) -> str:
         folder = self.repo.rpartition("/")[2]

@@ -15,7 +15,6 @@ from tessera.ops.linear_loss_chunks import chunk_rows
 from tessera.targets.machine import Machine
 from tessera.train.planner.device_work import DeviceWork
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.workload import Parameter
 
 MARGIN: Final = {"cpu": 1.5, "gpu": 1.25, "tpu": 1.6}
 """By platform: how far below the memory of a device a prediction is to be called safe.
@@ -113,7 +112,8 @@ def _moments(
     tables, trained, weights, logits = _ends(device, layout)
     gathered = "fsdp" in sizes or stages > 1
     split = sizes.get("dp", 1) if layout.zero_stage >= 2 else 1
-    gradients = sum(_local(device, each) for each in work.parameters) / split
+    scalars = sum(device.scalars(p) for p in work.parameters if p.is_trained)
+    gradients = _F32 * scalars / split
     sums = gradients if layout.microbatches > 1 else 0.0
     if stages > 1:  # inputs of stages in flight, and the sums of a tick's gradients
         inputs = whole and sum(each.nbytes for each in work.lookups)
@@ -167,8 +167,3 @@ def _ends(device: DeviceWork, layout: Layout) -> tuple[float, float, float, floa
     # The logits of half a chunk, and the gradients by those of all of it.
     logits = _F32 if platform == "cpu" else _F32 / 2 + item
     return tables, trained, weights, tokens * width * logits
-
-
-def _local(device: DeviceWork, parameter: Parameter) -> float:
-    """Bytes of a parameter's gradient on one device, in f32; 0 if it has none."""
-    return _F32 * device.scalars(parameter) * parameter.is_trained

@@ -102,18 +102,8 @@ def line_chart(
         words.append(_sentence(name, steps, values))
         finite = [(v, s) for s, v in series.items() if isfinite(v)]
         low, high = (min(finite), max(finite)) if finite else ((None, 0), (None, 0))
-        rows.append(
-            (
-                name,
-                number(len(steps)),
-                number(values[-1]),
-                number(steps[-1]),
-                number(low[0]),
-                number(low[1]),
-                number(high[0]),
-                number(high[1]),
-            )
-        )
+        cells = (len(steps), values[-1], steps[-1], *low, *high)
+        rows.append((name, *map(number, cells)))
     longest = max(map(len, curves.values()))
     if longest > MOST_POINTS:
         words.append(f"Drawn are the lowest and highest of groups of {longest:,} steps")
