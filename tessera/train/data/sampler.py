@@ -92,15 +92,11 @@ class EpochSampler:
         Share(self.batch_size, self.process_index, self.process_count)  # validates
         least = self.batch_size if self.drop_last else 1
         if self.num_examples < least:
+            can_keep = self.drop_last and self.num_examples > 0
             raise EmptyDataError(
                 "there are too few examples for one batch",
                 got=f"{self.num_examples} examples, a batch takes {self.batch_size}",
-                fix="use a smaller batch"
-                + (
-                    ", or drop_last=False"
-                    if self.drop_last and self.num_examples
-                    else ""
-                ),
+                fix=f"use a smaller batch{', or drop_last=False' if can_keep else ''}",
             )
 
     def __len__(self) -> int:

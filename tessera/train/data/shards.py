@@ -220,9 +220,7 @@ class BlockWriter:
                 "num_tokens": arrays.tokens.size,
                 "num_documents": arrays.starts.size,
                 "num_bytes": self._builder.num_bytes,
-                "largest_id": int(arrays.tokens.max(initial=0))
-                if arrays.tokens.size
-                else -1,
+                "largest_id": int(arrays.tokens.max(initial=0)),
                 "files": files,
             }
         )

@@ -190,7 +190,13 @@ class Sampler:
             key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
         sampling = Sampling(key, temperature, top_p, top_k)
         vocab = self._vocab_size
-        _check(vocab, tokens, pads, num_tokens, sampling, stop_tokens)
+        wrong = [*_problems(vocab, tokens, pads, num_tokens, sampling, stop_tokens)]
+        if wrong:
+            raise OperandError(
+                "generate cannot sample with these arguments",
+                got="\n".join(got for got, _ in wrong),
+                fix="\n".join(fix for _, fix in wrong),
+            )
         # Every device of the data axes has as many rows: what is added is dropped.
         extra = -rows % self._decoding.place.size("batch")
         wide = np.minimum(np.arange(rows + extra), rows - 1)
@@ -279,56 +285,33 @@ def _padded(prompt: Prompts, length: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.array(padded), pads.astype(np.int32)
 
 
-def _check(
+def _problems(
     vocab: int,
     tokens: np.ndarray,
     pads: np.ndarray,
     num_tokens: int,
     sampling: Sampling,
     stop_tokens: Sequence[int],
-) -> None:
+) -> Iterator[tuple[str, str]]:
+    """What cannot be sampled with, and what can."""
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     lengths = (tokens.shape[1] - pads).tolist() if tokens.size else []
+    if not lengths or min(lengths) < 1:
+        yield f"prompts of lengths {lengths}", "prompts of one token or more"
     outside = tokens[(tokens < 0) | (tokens >= vocab)]
-    stops = [token for token in stop_tokens if not 0 <= token < vocab]
-    checks = (
-        (
-            not lengths or min(lengths) < 1,
-            f"prompts of lengths {lengths}",
-            "prompts of one token or more",
-        ),
-        (
-            outside.size,
-            f"token {outside[:1].tolist()} in a prompt",
-            f"tokens from 0 to {vocab - 1}",
-        ),
-        (num_tokens < 1, f"num_tokens = {num_tokens}", "num_tokens 1 or more"),
-        (
-            not 0 <= temperature < np.inf,
-            f"temperature = {temperature}",
-            "temperature 0 or more",
-        ),
-        (
-            top_k is not None and not 1 <= top_k <= vocab,
-            f"top_k = {top_k}",
-            f"top_k from 1 to {vocab}, or None",
-        ),
-        (
-            top_p is not None and not 0 < top_p <= 1,
-            f"top_p = {top_p}",
-            "top_p above 0 and up to 1, or None",
-        ),
-        (stops, f"stop_tokens = {stops}", f"stop tokens from 0 to {vocab - 1}"),
-        (
-            sampling.keys.shape != (len(tokens),),
-            f"keys of shape {sampling.keys.shape} for {len(tokens)} prompts",
-            "one key, or one for each prompt",
-        ),
-    )
-    wrong = [(got, fix) for is_wrong, got, fix in checks if is_wrong]
-    if wrong:
-        raise OperandError(
-            "generate cannot sample with these arguments",
-            got="\n".join(got for got, _ in wrong),
-            fix="\n".join(fix for _, fix in wrong),
-        )
+    if outside.size:
+        got = f"token {outside[:1].tolist()} in a prompt"
+        yield got, f"tokens from 0 to {vocab - 1}"
+    if num_tokens < 1:
+        yield f"num_tokens = {num_tokens}", "num_tokens 1 or more"
+    if not 0 <= temperature < np.inf:
+        yield f"temperature = {temperature}", "temperature 0 or more"
+    if top_k is not None and not 1 <= top_k <= vocab:
+        yield f"top_k = {top_k}", f"top_k from 1 to {vocab}, or None"
+    if top_p is not None and not 0 < top_p <= 1:
+        yield f"top_p = {top_p}", "top_p above 0 and up to 1, or None"
+    if stops := [token for token in stop_tokens if not 0 <= token < vocab]:
+        yield f"stop_tokens = {stops}", f"stop tokens from 0 to {vocab - 1}"
+    if sampling.keys.shape != (len(tokens),):
+        got = f"keys of shape {sampling.keys.shape} for {len(tokens)} prompts"
+        yield got, "one key, or one for each prompt"

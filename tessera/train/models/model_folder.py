@@ -120,11 +120,8 @@ class ModelFolder:
             (name, self.family.table_name(name), file)
             for file in (SafetensorsFile(self.path / name) for name in names)
             for name in file.arrays
-            if not self._is_ignored(name)
+            if not any(fnmatchcase(name, each) for each in self.family.ignored)
         ]
-
-    def _is_ignored(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.family.ignored)
 
     @cached_property
     def _index(self) -> dict[str, str] | None:

@@ -151,16 +151,14 @@ class RegisteredDefinition(ModelDefinition):
         }
         lacking = [name for name, is_set in values.items() if is_set]
         lacking += [f"mesh axis {a!r}" for a in mesh.axes if a not in axes]
+        fix = f"leave it out; mesh axes are {', '.join(axes)}"
+        if not has_blocks:
+            fix += "; pp and training.remat need register_model(blocks=)"
         for what in lacking:
             yield SettingConflictError(
                 f"a registered model has no use for {what}",
                 got=f"{self.name}, {what}",
-                fix=f"leave it out; mesh axes are {', '.join(axes)}"
-                + (
-                    "; pp and training.remat need register_model(blocks=)"
-                    if not has_blocks
-                    else ""
-                ),
+                fix=fix,
             )
         yield from super().problems(config, options, mesh)
 

@@ -19,7 +19,11 @@ from tessera.errors import BackendStartedError, DeviceCountError
 from tessera.foundations.device_grid import nearest_shapes
 from tessera.foundations.simulated_devices import check_cpu_devices, simulate_devices
 from tessera.jax_compat import jaxprs
-from tessera.train.runtime.rank_consistency import difference_error, differences
+from tessera.train.runtime.rank_consistency import (
+    Fingerprint,
+    difference_error,
+    differences,
+)
 
 
 def prepare_devices(
@@ -71,15 +75,13 @@ def prepare_devices(
         check_cpu_devices(num_here)
         simulate_devices(num_needed)
     elif count < num_needed:
+        fix = _other_mesh(axes, count)
+        if num_needed <= jaxprs.MOST_CPU_DEVICES:
+            fix += f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
         raise DeviceCountError(
             f"the mesh takes {num_needed} {found.upper()} devices",
             got=f"{count} on this machine ({devices[0].device_kind})",
-            fix=_other_mesh(axes, count)
-            + (
-                f"\nor simulate {num_needed} CPU devices: runtime.platform=cpu"
-                if num_needed <= jaxprs.MOST_CPU_DEVICES
-                else ""
-            ),
+            fix=fix,
         )
     used = count // num_needed * num_needed if takes_all else num_needed
     number = f"{used} of {count}" if used < count else f"{used}"
@@ -111,18 +113,11 @@ def check_homogeneous(devices: Sequence[jax.Device]) -> None:
     kinds: dict[int, list[str]] = {}
     for device in devices:
         kinds.setdefault(device.process_index, []).append(device.device_kind)
-    found = differences(
-        {
-            rank: {
-                "devices": {
-                    "kind": ", ".join(sorted(set(kind))),
-                    "count": str(len(kind)),
-                }
-            }
-            for rank, kind in kinds.items()
-        }
-    )
-    if found:
+    fingerprints: dict[int, Fingerprint] = {}
+    for rank, own in kinds.items():
+        entries = {"kind": ", ".join(sorted(set(own))), "count": str(len(own))}
+        fingerprints[rank] = {"devices": entries}
+    if found := differences(fingerprints):
         raise difference_error(found)
 
 
