@@ -60,6 +60,11 @@ RUNS = {
         *("model.lora.rank=2", "recipe=none"),
         "model.mesh_shape=[[2],[fsdp]]",
     ),
+    "adapters on 4 bits": (
+        *("model.lora.rank=2", "recipe=none", "model.lora.quantize_base=nf4"),
+        *("model.d_model=64", "model.head_dim=32", "model.mlp_dim=64"),
+        *("model.num_heads=2", "model.num_kv_heads=1"),
+    ),
     "the standard library": (
         *("data=stdlib", "data.synthetic.tokens=2000000", "model.vocab_size=264"),
     ),
@@ -117,6 +122,7 @@ OTHERS = {
     "model.lora.rank": ("3",),
     "model.lora.alpha": ("5",),
     "model.lora.targets": ("[q_proj]",),
+    "model.lora.quantize_base": ("int8",),
     "model.mesh_shape": ("[[2,2],[dp,fsdp]]",),
     "training.steps": ("7",),
     "training.seed": ("7",),

@@ -75,8 +75,9 @@ def choose_recipe(run: DictConfig) -> Recipe:
             name = str(settings.get("recipe", "none"))
             return Recipe(name, f"as the run in {folder}")
     lora = values["model"].get("lora")
-    if isinstance(lora, Mapping) and lora.get("rank"):
-        return Recipe("lora", "because model.lora.rank is set")
+    for name in ("rank", "quantize_base") if isinstance(lora, Mapping) else ():
+        if lora.get(name) not in (None, 0, "none"):
+            return Recipe("lora", f"because model.lora.{name} is set")
     if training["init_from"] is not None:
         return Recipe(
             "finetune", f"because the run begins with {training['init_from']}"

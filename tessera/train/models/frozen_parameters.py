@@ -23,8 +23,8 @@ def freeze(
 
     Raises:
       SettingValueError: [T502] a pattern matches no parameter, one of ``frozen`` none
-        that would be trained, nothing is left to train, or no adapter of a model that
-        has some.
+        that would be trained, nothing is left to train, no adapter of a model that has
+        some, or weights would be that are quantized.
     """
     if trainable is None and not frozen and not model.adapters:
         return model
@@ -33,6 +33,13 @@ def freeze(
     if trainable is not None:
         kept = _matches("trainable", trainable, names, "")
     kept = kept - _matches("frozen", frozen, kept, " that would be trained")
+    if chosen := sorted(kept & model.quantized):
+        raise SettingValueError(
+            "quantized weights are not trained",
+            got=f"training.trainable={trainable}: {chosen[0]}",
+            fix="use patterns of others, as training.trainable=['*lora*','*norm*'], or "
+            "model.lora.quantize_base=none",
+        )
     if not kept & (model.adapters or names):
         example = "lora" if model.adapters else "norm"
         raise SettingValueError(

@@ -213,14 +213,24 @@ class Model(ABC):
         return frozenset()
 
     @property
+    def quantized(self) -> frozenset[str]:
+        """Names of the parameters that quantized weights are stored as."""
+        return frozenset()
+
+    def dequantized(self) -> Self:
+        """The same model with all weights in float32."""
+        return self
+
+    @property
     def couples_rows(self) -> bool:
         """Whether the loss of a row depends on the other rows of its batch."""
         return False
 
     @property
     def num_params(self) -> int:
-        """Number of trained scalars."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._plain))
+        """Number of scalars, quantized ones included."""
+        leaves = jax.tree.leaves(self.dequantized()._plain)
+        return sum(math.prod(leaf.shape) for leaf in leaves)
 
     @property
     def num_active_params(self) -> int:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from tessera.train.models.decoder.lora import BLOCK
+from tessera.train.models.decoder.quantized_kernel import quantize
 from tessera.train.models.families.family import Tensor
 from tessera.train.models.model_folder import ModelFolder
 from tessera.train.models.pipeline_stages import StageSplit
@@ -93,6 +95,41 @@ class ParameterSlices:
                 layer = slice(int(number), int(number) + 1)
                 out[position] = self.read((layer, *index[3:]))[0]
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedSlices(ParameterSlices):
+    """Quantizes slices of one parameter, whole blocks of one layer at a time.
+
+    Attributes:
+      kind: See ``quantize``.
+      part: 0 for the codes, 1 for the scales.
+    """
+
+    kind: str
+    part: int
+
+    def read(self, index: Index) -> np.ndarray:
+        """A slice of the codes or of the scales, by its index in all of them."""
+        layers, blocks, *rest = index
+        of_block, outputs = rest[: 1 - self.part], rest[1 - self.part :]
+        inputs = self.shape[1 : len(self.shape) - len(outputs)]
+        rows, inner = range(0, math.prod(inputs), BLOCK)[blocks], math.prod(inputs[1:])
+        # Heads are rows of several numbers, and may end within a block.
+        heads = slice(rows.start // inner, -(-rows.stop // inner))
+        of_layer = (heads, *[slice(None)] * (len(inputs) - 1), *outputs)
+        result: list[np.ndarray] = []
+        for layer in range(self.shape[0])[layers]:
+            weight = super().read((slice(layer, layer + 1), *of_layer))
+            weight = weight.reshape(-1, *weight.shape[1 + len(inputs) :])
+            offset = rows.start - heads.start * inner
+            weight = weight[offset : offset + len(rows) * BLOCK]
+            part = np.asarray(_quantize(weight, self.kind)[self.part])
+            result.append(part[:, *of_block])
+        return np.stack(result)
+
+
+_quantize = jax.jit(quantize, static_argnums=1)
 
 
 def _copy(part: np.ndarray, out: np.ndarray, inputs: int) -> None:

@@ -32,7 +32,11 @@ from tessera.train.models.families.published_files import (
 from tessera.train.models.merge_adapters import Layouts, Read, merge_adapters
 from tessera.train.models.model import Model
 from tessera.train.models.model_folder import ModelFolder
-from tessera.train.models.parameter_slices import ParameterSlices, assemble
+from tessera.train.models.parameter_slices import (
+    ParameterSlices,
+    QuantizedSlices,
+    assemble,
+)
 from tessera.train.models.safetensors import SafetensorsFile, write_file
 from tessera.train.models.write_folder import SHARD_BYTES, write_folder
 
@@ -182,7 +186,8 @@ def import_weights(
       model: The model that it has to fit.
       mesh: Where to put the parameters; None is the default device.
       layouts: PartitionSpecs other than ``model.layouts(mesh)``.
-      dtype: What to round them to, such as ``"bf16"``; None is float32.
+      dtype: What to round them to, such as ``"bf16"``; None is float32. Quantized ones
+        are not rounded before.
       adapters: A tree as from ``model.init``, for the adapters of a model that has
         some: no file has them.
 
@@ -206,12 +211,25 @@ def import_weights(
         specs = named_leaves(model.layouts(mesh) if layouts is None else layouts)
 
     def read(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path.replace("/", ".")
-        if name not in rows:
-            return initial[name].astype(rounded_to or leaf.dtype)
-        shape, to = plain[name].shape, rounded_to or np.dtype(leaf.dtype)
-        slices = ParameterSlices(source, rows[name], shape, to, model.split)
-        copy = slices.read if leaf.shape == shape else slices.read_staged
+        name, to = path.replace("/", "."), rounded_to or np.dtype(leaf.dtype)
+        if path in model.adapters:
+            return initial[name].astype(to)
+        if path in model.quantized:
+            module, _, part = name.rpartition(".")
+            name, kind = f"{module}.kernel", model.config.lora.quantize_base
+            of_weight = (
+                source,
+                rows[name],
+                plain[name].shape,
+                np.dtype(np.float32),
+                None,
+            )
+            number = ("codes", "scales").index(part)
+            copy = QuantizedSlices(*of_weight, kind=kind, part=number).read
+        else:
+            shape = plain[name].shape
+            slices = ParameterSlices(source, rows[name], shape, to, model.split)
+            copy = slices.read if leaf.shape == shape else slices.read_staged
         if mesh is None:
             return jax.device_put(copy((slice(None),) * len(leaf.shape)))
         return assemble(leaf.shape, NamedSharding(mesh.jax, specs[path]), copy)
@@ -251,7 +269,7 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFold
 
 def _without_adapters(model: Model) -> dict[str, Any]:
     """The abstract parameters that files hold, by name."""
-    plain = _by_name(jax.eval_shape(model.plain, model.abstract()))
+    plain = _by_name(model.dequantized().without_stages().abstract())
     for name in model.adapters:
         del plain[name.replace("/", ".")]
     return plain

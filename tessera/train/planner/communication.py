@@ -146,7 +146,8 @@ class StepCollectives:
         passes = 3 if self.layout.schedule else 2
         if not each.is_layered and not self.layout.schedule:
             passes = 1  # the logits keep it for the backward pass
-        nbytes, times = local * self._item / calls, passes * calls
+        item = min(self._item, each.itemsize)  # codes are gathered as they are stored
+        nbytes, times = local * item / calls, passes * calls
         yield Calls(axes, "all-gather", nbytes, times, True, each.is_layered)
 
     def _reductions(self, each: Parameter) -> Iterator[Calls]:

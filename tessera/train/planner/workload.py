@@ -28,6 +28,8 @@ from tessera.train.planner.traced_matmuls import find_products
 _BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
 # The second number of sequences that is traced: blocks of attention depend on it.
 _ROWS: Final = 4
+# Bytes of a number of a parameter where it is traced.
+_TRACED: Final = 4
 _STACKED: Final = ("layers", "stages")
 
 
@@ -39,7 +41,7 @@ class Parameter:
       path: Its name in the tree.
       shape: Global shape.
       names: The logical name of each dim.
-      itemsize: Bytes of a number, as it is stored.
+      itemsize: Bytes of a number, as it is stored; quantized ones with their scales.
       is_trained: Whether it has a gradient.
       is_layered: Whether the layers of the model each have a part of it.
       state_bytes: What the optimizer keeps for each scalar; 0 if it is not trained.
@@ -48,7 +50,7 @@ class Parameter:
     path: str
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
-    itemsize: int
+    itemsize: float
     is_trained: bool
     is_layered: bool
     state_bytes: float
@@ -165,7 +167,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     cast = sum(
         each.size * width
         for each in parameters
-        if each.is_layered and each.path in multiplied and width < each.itemsize
+        if each.is_layered and each.path in multiplied and width < _TRACED
     )
     casts = (0, cast)
     stacked = [each for each in parameters if "layers" in each.names]
@@ -222,6 +224,7 @@ def _traced(
         whole, chunk = model.with_frozen(trained, params), config.training.loss_chunk
         return model.loss(whole, batch, model.place(None), chunk=chunk)[0]
 
+    model = model.dequantized()
     struct = jax.ShapeDtypeStruct((rows, config.training.sequence_length), jnp.int32)
     params, names = model.abstract(), _dim_names(model)
     inputs = (model.trained(params), params)
@@ -235,7 +238,17 @@ def _traced(
 
 
 def _parameters(model: Model, config: Config) -> list[Parameter]:
+    """As they are traced, with the bytes that are stored for them."""
+    stored, quantized = named_leaves(model.abstract()), model.quantized
+    model = model.dequantized()
     names = _dim_names(model)
+
+    def itemsize(path: str, leaf: jax.ShapeDtypeStruct) -> float:
+        module = path.removesuffix("kernel")
+        parts = {f"{module}codes", f"{module}scales"} & quantized
+        leaves = [stored[part] for part in parts] or [leaf]
+        return sum(each.size * each.dtype.itemsize for each in leaves) / leaf.size
+
     optimizer, _ = make_optimizer(
         config.optimizer,
         steps=config.training.steps,
@@ -252,7 +265,7 @@ def _parameters(model: Model, config: Config) -> list[Parameter]:
             path=path,
             shape=leaf.shape,
             names=names[path],
-            itemsize=leaf.dtype.itemsize,
+            itemsize=itemsize(path, leaf),
             is_trained=path not in model.frozen,
             is_layered=any(name in _STACKED for name in names[path]),
             state_bytes=0.0 if path in model.frozen else state_bytes(leaf),

@@ -51,7 +51,7 @@ def _out_of_range(name: str, value: Any) -> Problem | None:
     if choices := _CHOICES.get(name):
         words = ", ".join(choices)
         return None if value in choices else (f"{name} = {value!r}", f"use {words}")
-    if value is None or isinstance(value, (bool, tuple, LoraConfig)):
+    if value is None or isinstance(value, (bool, str, tuple, LoraConfig)):
         return None
     if value == 0 and name in _MAY_BE_ZERO:
         return None
@@ -342,6 +342,7 @@ class DecoderConfig:
                     f"weight is a matrix of {' x '.join(map(str, sizes[name]))}",
                     f"use lora.rank {most} or less, or lora.targets without {name}",
                 )
+        yield from lora.base_problems(sizes, self.num_experts)
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:

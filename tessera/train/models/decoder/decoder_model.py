@@ -6,17 +6,18 @@ its parameters, initializes them, and computes with any such tree. The tree is n
 plain dicts, with leaves such as ``params["decoder"]["mlp"]["up"]["kernel"]``.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tessera.errors import SettingConflictError
+from tessera.errors import SettingConflictError, ShardDivisibilityError
 from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.ops.attention.all_to_all import check_exchange
@@ -30,6 +31,7 @@ from tessera.train.models.decoder.decoder import (
 )
 from tessera.train.models.decoder.expert_mlp import ROUTER_METRICS, router_sums
 from tessera.train.models.decoder.head_division import check_heads
+from tessera.train.models.decoder.lora import BLOCK
 from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import policies_of_stage, scan_layers
@@ -119,6 +121,18 @@ class DecoderModel(Model):
         names = named_leaves(self._plain)
         return frozenset(n for n in names if n.endswith(("/lora_a", "/lora_b")))
 
+    @cached_property
+    def quantized(self) -> frozenset[str]:
+        """The names of the codes and scales of quantized weights."""
+        names = named_leaves(self._plain)
+        return frozenset(n for n in names if n.endswith(("/codes", "/scales")))
+
+    def dequantized(self) -> Self:
+        """See ``Model.dequantized``."""
+        lora = replace(self.config.lora, quantize_base="none")
+        frozen = frozenset(n.replace("/codes", "/kernel") for n in self.frozen)
+        return replace(self, config=replace(self.config, lora=lora), frozen=frozen)
+
     def new_params(self, key: jax.Array) -> Tree:
         """Newly initialized float32 parameters without stages."""
         module = Decoder(self.config, rngs=nnx.Rngs(params=key))
@@ -180,9 +194,13 @@ class DecoderModel(Model):
         """See ``Model.check``.
 
         Raises:
-          SettingConflictError: [T507] matmuls of experts cannot have 8-bit operands.
+          SettingConflictError: [T507] matmuls of experts cannot have 8-bit operands, or
+            quantized weights are in a pipeline or would have such operands.
+          ShardDivisibilityError: [T201] devices would share blocks of such weights.
         """
         super().check(mesh)
+        if self.quantized:
+            self._check_quantized(mesh)
         if self.fp8 and self.config.num_experts:
             raise SettingConflictError(
                 "the matmuls of experts have no 8-bit operands",
@@ -190,6 +208,27 @@ class DecoderModel(Model):
                 f"model.num_experts={self.config.num_experts}",
                 fix="use training.mixed_precision=bf16, or a model without experts",
             )
+
+    def _check_quantized(self, mesh: Mesh) -> None:
+        """Check that a mesh and a precision leave whole blocks in all devices."""
+        place, config = self.place(mesh), self.config
+        fix = "or model.lora.quantize_base=none"
+        if self.fp8 or self.split is not None:
+            raise SettingConflictError(
+                "neither pipelines nor 8-bit matmuls have quantized weights",
+                got=f"model.lora.quantize_base={config.lora.quantize_base}",
+                fix=f"use a mesh without 'pp' and training.mixed_precision=bf16, {fix}",
+            )
+        heads = config.num_heads * config.head_dim
+        widths = {"embed": config.d_model, "mlp": config.mlp_dim, "heads": heads}
+        for name, width in widths.items():
+            if width // BLOCK % (size := place.size(name)):
+                axes = ", ".join(place.axes(name))
+                raise ShardDivisibilityError(
+                    f"{axes} would cut blocks of {BLOCK} quantized weights",
+                    got=f"{name} of {width}: {width // BLOCK} blocks, {size} devices",
+                    fix=f"use {axes} {math.gcd(width // BLOCK, size)}, {fix}",
+                )
 
     def layout_notes(self, mesh: Mesh) -> list[str]:
         """Notes on layouts that a reader may not expect, one sentence each.

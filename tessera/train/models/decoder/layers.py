@@ -24,6 +24,7 @@ from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 from tessera.tracing.casts import cast_parameter
 from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.quantized_kernel import dequantize, quantize
 from tessera.train.models.decoder.rotary import Rotation
 from tessera.train.models.partition_rules import Placement
 
@@ -45,8 +46,12 @@ def parameter(
     init: jax.nn.initializers.Initializer, key: Any, dims: Mapping[str, int]
 ) -> nnx.Param[Array]:
     """A parameter with the logical name and the size of each of its dims."""
-    spec = ShardSpec(partition=tuple(range(len(dims))), mesh_axes=tuple(dims))
-    return nnx.Param(init(key, tuple(dims.values()), jnp.float32), shard_spec=spec)
+    return _named(init(key, tuple(dims.values()), jnp.float32), tuple(dims))
+
+
+def _named(value: Array, dims: tuple[str | None, ...]) -> nnx.Param[Array]:
+    spec = ShardSpec(partition=tuple(range(len(dims))), mesh_axes=dims)
+    return nnx.Param(value, shard_spec=spec)
 
 
 def recomputed(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -113,7 +118,20 @@ class Projection(nnx.Module):
 
         init = fan_in_init(tuple(range(1, first)), tuple(range(first, last)), 0)
         zeros = jax.nn.initializers.zeros
-        self.kernel = parameter(init, key, layers | inputs | outputs)
+        self.sizes = (*inputs.values(), *outputs.values())
+        self.is_quantized = config.lora.is_quantized
+        if self.is_quantized:
+            weight = init(key, (config.num_layers, *self.sizes), jnp.float32)
+            rows = weight.reshape(config.num_layers, -1, *outputs.values())
+            of_layer = partial(quantize, kind=config.lora.quantize_base)
+            codes, scales = jax.vmap(of_layer)(rows)
+            # Axes split whole blocks, as they split the first input.
+            self.code_dims = (self.dims[0], None, *outputs)
+            self.scale_dims = (self.dims[0], *outputs)
+            self.codes = _named(codes, ("layers", *self.code_dims))
+            self.scales = _named(scales, ("layers", *self.scale_dims))
+        else:
+            self.kernel = parameter(init, key, layers | inputs | outputs)
         if bias:
             self.bias = parameter(zeros, key, layers | outputs)
         self.scale: float | None = None
@@ -134,20 +152,7 @@ class Projection(nnx.Module):
         self, x: Float[Array, "batch seq ..."], place: Placement
     ) -> Float[Array, "batch seq ..."]:
         """``x`` with its trailing dims replaced by the output dims."""
-        kernel = place.cast(self.kernel[...], *self.dims)
-
-        def product(x: Array, kernel: Array) -> Array:
-            # Once for all uses: XLA for TPUs would gather it for each of them.
-            whole = place.constrain(kernel, *_gathered(self.dims))
-            return jnp.tensordot(x, whole, self.num_inputs)
-
-        if place.fp8:  # is gathered after it is cast
-            y = fp8_tensordot(x, kernel, self.num_inputs)
-        elif place.size("embed") > 1:
-            # A backward pass gathers it again, whatever else it keeps.
-            y = recomputed(product)(x, kernel)
-        else:
-            y = jnp.tensordot(x, kernel, self.num_inputs)
+        y = self._product(x, place)
         if self.scale is not None:
             # Gathered along fsdp as W is: XLA would permute matrices so small.
             a, b = (
@@ -163,8 +168,38 @@ class Projection(nnx.Module):
             y = y + cast_parameter(self.bias[...], y.dtype)
         return y
 
+    def _product(self, x: Array, place: Placement) -> Array:
+        """``x`` times the weight alone."""
+        if self.is_quantized:
+            return self._quantized_product(x, place)
+        kernel = place.cast(self.kernel[...], *self.dims)
 
-def _gathered(dims: Iterable[str]) -> tuple[str | None, ...]:
+        def product(x: Array, kernel: Array) -> Array:
+            # Once for all uses: XLA for TPUs would gather it for each of them.
+            whole = place.constrain(kernel, *_gathered(self.dims))
+            return jnp.tensordot(x, whole, self.num_inputs)
+
+        if place.fp8:  # is gathered after it is cast
+            return fp8_tensordot(x, kernel, self.num_inputs)
+        if place.size("embed") > 1:
+            # A backward pass gathers it again, whatever else it keeps.
+            return recomputed(product)(x, kernel)
+        return jnp.tensordot(x, kernel, self.num_inputs)
+
+    def _quantized_product(self, x: Array, place: Placement) -> Array:
+        """The same with the codes gathered; the backward pass dequantizes again."""
+
+        @recomputed
+        def product(x: Array, codes: Array, scales: Array) -> Array:
+            codes = place.constrain(codes, *_gathered(self.code_dims))
+            scales = place.constrain(scales, *_gathered(self.scale_dims))
+            weight = dequantize(codes, scales, x.dtype).reshape(self.sizes)
+            return jnp.tensordot(x, weight, self.num_inputs)
+
+        return product(x, self.codes[...], self.scales[...])
+
+
+def _gathered(dims: Iterable[str | None]) -> tuple[str | None, ...]:
     """Dims of a parameter that is gathered along fsdp."""
     return tuple(None if name == "embed" else name for name in dims)
 
