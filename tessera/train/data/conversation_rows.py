@@ -85,7 +85,7 @@ def learned_share(sides: Sequence[ConversationRows]) -> float | None:
     return sum(side.num_learned for side in sides) / tokens if tokens else None
 
 
-def describe_cut(name: str, sides: Sequence[ConversationRows]) -> str:
+def describe_cut(title: str, sides: Sequence[ConversationRows]) -> str:
     """How many conversations of a source are longer than a row; nothing if none is."""
     cut = sum(side.num_cut for side in sides)
     if not cut:
@@ -93,7 +93,7 @@ def describe_cut(name: str, sides: Sequence[ConversationRows]) -> str:
     count = sum(side.stream.num_documents for side in sides)
     length, longest = sides[0].sequence_length, max(side.longest for side in sides)
     text = (
-        f"{cut:,} of {count:,} conversations of {name} are longer than "
+        f"{title}: {cut:,} of {count:,} conversations are longer than "
         f"training.sequence_length={length} and are cut there"
     )
     if left_out := sum(side.num_left_out for side in sides):

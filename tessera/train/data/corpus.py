@@ -76,7 +76,7 @@ class Source:
     @property
     def cut(self) -> str:
         """How many conversations are longer than a row; nothing if none is."""
-        return describe_cut(self.name, self._conversations)
+        return describe_cut(self.title, self._conversations)
 
     @property
     def _conversations(self) -> list[ConversationRows]:

@@ -2,7 +2,6 @@
 """Turns records into token ids, with a mask of the tokens that are learned."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from tessera.train.data.chat_template import (
     is_unlearned,
 )
 from tessera.train.data.data_config import DataConfig
-from tessera.train.data.records import Record, bad_conversation, count_bad
+from tessera.train.data.records import Record, bad_conversation
 from tessera.train.data.template_process import TemplateProcess
 from tessera.train.data.tokenization import (
     Ids,
@@ -80,15 +79,12 @@ class Encoder:
         else:
             check_separator(self.tokenizer, vocab_size)
 
-    def encode(
-        self, record: Record, ignored: set[str], rest: Iterable[Record] = ()
-    ) -> Encoded:
+    def encode(self, record: Record, ignored: set[str]) -> Encoded:
         """The tokens of a record.
 
         Args:
           record: The record.
           ignored: Collects keys that the chat template does not read.
-          rest: The conversations after it, of which an error counts those as bad.
 
         Raises:
           EmptyDataError: [T602] it is not UTF-8, and the tokenizer needs that.
@@ -107,13 +103,8 @@ class Encoder:
         except UnicodeDecodeError as error:
             raise _not_utf8(record, error) from error
         except ConversationError as error:
-            others = (
-                (each.offset, partial(self._encode_chat, chat, set()))
-                for each in rest
-                if (chat := each.conversation)
-            )
-            reason = f"{error}{count_bad(record.unit, others)}"
-            raise bad_conversation(record.unit, record.offset, reason) from error
+            unit, offset = record.unit, record.offset
+            raise bad_conversation(unit, offset, str(error)) from error
         if out_of_vocabulary(ids, self.vocab_size).size:
             check_tokens(
                 record.name,
@@ -158,8 +149,7 @@ class Encoder:
           TesseraError: As ``encode``.
         """
         if self._template is not None:
-            left = iter(records)
-            yield from (self.encode(record, ignored, left) for record in left)
+            yield from (self.encode(record, ignored) for record in records)
             return
         for batch in _batches(records):
             try:

@@ -15,19 +15,19 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
-from tessera.errors import TesseraError, TokenCacheError
+from tessera.errors import BadRecordError, TesseraError, TokenCacheError
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.file_ranges import Unit
-from tessera.train.data.records import read_records
+from tessera.train.data.records import Record, unread_records
 from tessera.train.data.shards import (
     FORMAT,
     BlockWriter,
@@ -56,6 +56,8 @@ _BLOCK_BYTES: Final = 16 * 2**20
 # Less text than this is encoded before another process has started.
 _WORKER_BYTES: Final = 16 * 2**20
 _POLL_SECONDS: Final = 0.2
+# Records after a bad one that are looked at, too.
+_LOOK_AHEAD: Final = 500
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def prepare(
         ignored.update(block.ignored)
         if any(shard.largest_id >= encoder.vocab_size for shard in block.shards):
             # Made for a larger model; reading it again names the text and raises.
-            for _ in _encode(task, encoder, set()):
+            for _ in _encode(task, [task], encoder, set()):
                 pass
     return blocks, ignored
 
@@ -193,13 +195,13 @@ def _make_blocks(missing: Sequence[Task], encoder: Encoder) -> None:
     Returns when all of them exist.
     """
     while missing:
-        made = [_make_block(task, encoder) for task in missing]
+        made = [_make_block(task, missing, encoder) for task in missing]
         missing = _missing(missing)
         if missing and not any(made):
             time.sleep(_POLL_SECONDS)  # others make the rest, or are killed
 
 
-def _make_block(task: Task, encoder: Encoder) -> bool:
+def _make_block(task: Task, tasks: Sequence[Task], encoder: Encoder) -> bool:
     """Make a block, unless it exists or another process makes it; whether it did."""
     if task.folder.exists():
         return False
@@ -211,25 +213,54 @@ def _make_block(task: Task, encoder: Encoder) -> bool:
         # Another process may have made it since.
         is_missing = not task.folder.exists()
         if is_missing:
-            _write_block(task, encoder, is_locked=bool(is_locked))
+            _write_block(task, tasks, encoder, is_locked=bool(is_locked))
         # Whoever has opened the file before finds the block when it gets the lock.
         lock_path.unlink(missing_ok=True)
     return is_missing
 
 
-def _write_block(task: Task, encoder: Encoder, *, is_locked: bool) -> None:
+def _write_block(
+    task: Task, tasks: Sequence[Task], encoder: Encoder, *, is_locked: bool
+) -> None:
     ignored = set[str]()
     with new_block(task.folder, is_locked=is_locked) as folder:
         writer = BlockWriter(folder, encoder.separator, encoder.tokenizer.vocab_size)
-        for encoded in _encode(task, encoder, ignored):
+        for encoded in _encode(task, tasks, encoder, ignored):
             writer.add(*encoded)
         writer.finish(ignored)
 
 
-def _encode(task: Task, encoder: Encoder, ignored: set[str]) -> Iterator[Any]:
-    for unit in task.units:
-        records = read_records(unit, encoder.config, ignored)
-        yield from encoder.encode_all(records, ignored)
+def _encode(
+    task: Task, tasks: Sequence[Task], encoder: Encoder, ignored: set[str]
+) -> Iterator[Any]:
+    """The documents of one of the tasks."""
+    for number, unit in enumerate(task.units, 1):
+        unread = unread_records(unit, encoder.config, ignored)
+        try:
+            yield from encoder.encode_all((read() for read in unread), ignored)
+        except BadRecordError as error:
+            later = tasks[tasks.index(task) + 1 :]
+            units = chain(task.units[number:], *(each.units for each in later))
+            others = (unread_records(each, encoder.config, set()) for each in units)
+            rest = chain(unread, chain.from_iterable(others))
+            got = f"{error.got}{_count_bad(rest, encoder)}"
+            raise BadRecordError(error.what, got=got, fix=error.fix) from error
+
+
+def _count_bad(unread: Iterable[Callable[[], Record]], encoder: Encoder) -> str:
+    """How many of the records after a bad one are bad, too, and the first of them."""
+    count, bad = 0, list[str]()
+    with contextlib.suppress(TesseraError):  # of another kind, or of a whole file
+        for read in islice(unread, _LOOK_AHEAD):
+            count += 1
+            try:
+                encoder.encode(read(), set())
+            except BadRecordError as error:
+                bad.append(error.got.partition(": ")[0].rpartition("/")[2])
+    if not bad:
+        return ""
+    named = "; ".join([*bad[:5], *(["…"] if len(bad) > 5 else [])])
+    return f"\n{len(bad):,} of the {count:,} records after it are bad, too: {named}"
 
 
 @contextlib.contextmanager

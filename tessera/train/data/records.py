@@ -6,21 +6,19 @@ in each line, tables one in each row: a text, or the messages of a conversation.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from tessera.errors import (
     BadRecordError,
     DataFormatError,
-    TesseraError,
     did_you_mean,
 )
 from tessera.errors.untrusted_text import check_json_values
-from tessera.train.data.chat_template import Conversation, ConversationError
+from tessera.train.data.chat_template import Conversation
 from tessera.train.data.data_config import DataConfig
 from tessera.train.data.file_ranges import (
     JSON_LINES,
@@ -44,8 +42,6 @@ from tessera.train.data.table_files import column_names, read_columns
 from tessera.train.files.regular_files import check_regular
 
 _MOST_RECORD_BYTES: Final = 64 * 2**20
-# Records after a bad one that are looked at, too, to say how many are bad.
-_LOOK_AHEAD: Final = 500
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
@@ -97,62 +93,37 @@ def read_records(unit: Unit, config: DataConfig, ignored: set[str]) -> Iterator[
       DataFormatError: [T606] it is not text.
       BadRecordError: [T607] a record cannot be used.
     """
+    return (read() for read in unread_records(unit, config, ignored))
+
+
+def unread_records(
+    unit: Unit, config: DataConfig, ignored: set[str]
+) -> Iterator[Callable[[], Record]]:
+    """What makes each record or raises T607, so that one can go on after a bad one."""
     if unit.format == TEXT:
-        yield from _read_text(unit, check=config.format == "auto")
+        for record in _read_text(unit, check=config.format == "auto"):
+            yield partial(Record, *record)
         return
     values = _read_lines if unit.format == JSON_LINES else _read_rows
     key = config.messages_key or config.text_key
     others = (TOOLS, TEMPLATE_ARGUMENTS) if config.messages_key else ()
-    parsed = values(unit, key, others)
-    for offset, parse in parsed:
-        try:
-            yield _record(unit, offset, parse, config, ignored)
-        except UnusableRecordError as error:
-            rest = (
-                (at, partial(_record, unit, at, parse, config, set()))
-                for at, parse in parsed
-            )
-            reason = f"{error}{count_bad(unit, rest)}"
-            raise bad_record(unit, offset, reason, config) from error
+    for offset, parse in values(unit, key, others):
+        yield partial(_record, unit, offset, parse, config, ignored)
 
 
 def _record(
     unit: Unit, offset: int, parse: "_Parse", config: DataConfig, ignored: set[str]
 ) -> Record:
-    values = parse()
-    if not config.messages_key:
-        return Record(
-            unit, offset, text_value(values[config.text_key], config.text_key)
-        )
-    conversation = conversation_value(values, config.messages_key)
+    try:
+        values = parse()
+        if not config.messages_key:
+            text = text_value(values[config.text_key], config.text_key)
+            return Record(unit, offset, text)
+        conversation = conversation_value(values, config.messages_key)
+    except UnusableRecordError as error:
+        raise bad_record(unit, offset, str(error), config) from error
     ignored.update(unused_keys(values, conversation))
     return Record(unit, offset, "", conversation)
-
-
-def count_bad(unit: Unit, rest: Iterable[tuple[int, Callable[[], Any]]]) -> str:
-    """How many of the records after a bad one are bad, too, and where.
-
-    Args:
-      unit: What they are in.
-      rest: The offset of each, and what raises an error if it is bad.
-    """
-    count, bad = 0, list[int]()
-    with suppress(TesseraError):  # of the whole file
-        for offset, use in islice(rest, _LOOK_AHEAD):
-            count += 1
-            try:
-                use()
-            except (UnusableRecordError, ConversationError):
-                bad.append(offset)
-    if not bad:
-        return ""
-    found = [_position(unit, offset).split()[-1] for offset in bad[:5]]
-    noun = ("line" if unit.format == JSON_LINES else "row") + "s" * (len(bad) > 1)
-    more = ", …" if len(bad) > len(found) else ""
-    return (
-        f"\n{len(bad):,} of the {count:,} records after it cannot be used either: "
-        f"{noun} {', '.join(found)}{more}"
-    )
 
 
 def conversation_setting(path: str) -> str:

@@ -112,8 +112,9 @@ def test_what_is_cut_is_counted_with_what_to_set(tmp_path):
     (source,) = chat_corpus(tmp_path, chats, 60).sources
     longest = source.train_rows.longest
     assert source.cut == (
-        "2 of 3 conversations of text are longer than training.sequence_length=60 and "
-        "are cut there, 1 of them left out: their first answer begins later; the "
+        f"{source.title}: 2 of 3 conversations are longer than "
+        "training.sequence_length=60 and are cut there, 1 of them left out: their "
+        "first answer begins later; the "
         f"longest has {longest} tokens, so that training.sequence_length={longest - 1} "
         "takes all of them whole"
     )

@@ -208,16 +208,21 @@ def test_a_conversation_without_an_answer_is_a_bad_record(tmp_path):
     assert encoded(folder, turns("hi"), "all") is not None
 
 
-def test_a_bad_conversation_says_how_many_after_it_are_bad_too(tmp_path):
-    folder = write_folder(tmp_path, "qwen", marked=True)
-    chats = [turns("hi", "hello"), turns("hi"), turns("hi"), turns("hi", "hello")]
-    unit = Unit("a.parquet", Path("a.parquet"), "parquet")
-    records = [Record(unit, i, "", Conversation(one)) for i, one in enumerate(chats)]
+def test_a_bad_conversation_counts_all_kinds_of_bad_ones(tmp_path):
+    folder, path = write_folder(tmp_path, "qwen", marked=True), tmp_path / "a.jsonl"
+    chats = [turns("hi", "hello"), turns("hi"), [], turns("hi"), turns("hi", "hello")]
+    path.write_text("".join(json.dumps({"chat": one}) + "\n" for one in chats))
+    config = DataConfig(
+        **{"name": "text", "path": str(path), "tokenizer": str(folder)},
+        **{"messages_key": "chat", "loss_on": "answers"},
+        cache_dir=str(tmp_path / "cache"),
+    )
     with pytest.raises(BadRecordError) as caught:
-        list(encoder(folder, "answers").encode_all(records, set()))
+        load(config, sequence_length=80, seed=0, vocab_size=300)
     assert (
-        "  got: a.parquet, row 2: it has no answer of the role 'assistant'\n"
-        "  got: 1 of the 2 records after it cannot be used either: row 3\n"
+        f"  got: {path}, line 2: it has no answer of the role 'assistant'\n"
+        "  got: 2 of the 3 records after it are bad, too: a.jsonl, line 3; a.jsonl, "
+        "line 4\n"
     ) in str(caught.value)
 
 

@@ -68,7 +68,7 @@ def refuse_to_read(*arguments):
 
 def test_a_second_run_reads_no_text(folder, tmp_path, monkeypatch):
     first = corpus(folder, tmp_path / "cache")
-    monkeypatch.setattr(preparation, "read_records", refuse_to_read)
+    monkeypatch.setattr(preparation, "unread_records", refuse_to_read)
     again = corpus(folder, tmp_path / "cache")
     assert again.fingerprint == first.fingerprint
     assert len(blocks_of(tmp_path / "cache")) == NUM_FILES
@@ -78,7 +78,7 @@ def test_settings_that_change_no_token_need_no_preparation(
     folder, tmp_path, monkeypatch
 ):
     corpus(folder, tmp_path / "cache")
-    monkeypatch.setattr(preparation, "read_records", refuse_to_read)
+    monkeypatch.setattr(preparation, "unread_records", refuse_to_read)
     corpus(folder, tmp_path / "cache", prefetch=0, vocab_size=300)
     with pytest.raises(AssertionError, match="text is read"):
         corpus(folder, tmp_path / "cache", format="text")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tessera.errors import BadRecordError, DataFormatError
-from tessera.train.data import DataConfig, load, records
+from tessera.train.data import DataConfig, load, preparation, records
 from tessera.train.data.files import list_files, units_of
 from tessera.train.data.records import read_records
 
@@ -195,22 +195,23 @@ def test_a_bad_record_is_an_error_with_its_line(tmp_path, bad, reason):
 
 def test_a_bad_record_says_how_many_after_it_are_bad_too(tmp_path, monkeypatch):
     path, good = tmp_path / "a.jsonl", '{"text": "good"}\n'
-    path.write_text((good + '{"text": 1}\n') * 9)
-    with pytest.raises(BadRecordError) as caught:
-        records_of(path)
+
+    def message(content, **settings):
+        path.write_text(content)
+        with pytest.raises(BadRecordError) as caught:
+            corpus(path, cache_dir=str(tmp_path / "cache"), **settings)
+        return str(caught.value)
+
+    # Those of the validation text count, too: the last line is of it.
+    named = "; ".join(f"a.jsonl, line {n}" for n in (4, 6, 8, 10, 12))
     assert (
         f"  got: {path}, line 2: its 'text' is a number, not text\n"
-        "  got: 8 of the 16 records after it cannot be used either: lines 4, 6, 8, 10, "
-        "12, …\n"
-    ) in str(caught.value)
-    monkeypatch.setattr(records, "_LOOK_AHEAD", 3)
-    path.write_text(('{"text": 1}\n' + good) * 9)
-    with pytest.raises(BadRecordError, match=r"1 of the 3 records after .*: line 3\n"):
-        records_of(path)
-    path.write_text(good + '{"text": 1}\n' + good * 9)
-    with pytest.raises(BadRecordError) as caught:
-        records_of(path)
-    assert "either" not in str(caught.value)
+        f"  got: 8 of the 16 records after it are bad, too: {named}; …\n"
+    ) in message((good + '{"text": 1}\n') * 9, validation_fraction=0.2)
+    monkeypatch.setattr(preparation, "_LOOK_AHEAD", 3)
+    text = message(('{"text": 1}\n' + good) * 9)
+    assert "  got: 1 of the 3 records after it are bad, too: a.jsonl, line 3\n" in text
+    assert "bad, too" not in message(good + '{"text": 1}\n' + good * 9)
 
 
 def test_conversations_without_their_setting_say_which_it_is(tmp_path):
