@@ -26,6 +26,7 @@ from tessera.train.config.named_model import NamedModel
 from tessera.train.config.optimizer_config import OPTIMIZERS
 from tessera.train.config.overrides import GROUPS, RECIPE, unknown_key
 from tessera.train.config.setting_hints import other_names
+from tessera.train.data.records import conversation_setting
 from tessera.train.models.definition import ModelDefinition
 
 # What Hydra sees as the file of a model that has none.
@@ -98,7 +99,7 @@ def unknown_files(
         if name not in files[group]:
             here = ""
             if os.path.exists(name):
-                chats = _conversation_setting(name) if group == "data" else ""
+                chats = conversation_setting(name) if group == "data" else ""
                 here = f"write {group}=./{name}{chats} for what is here"
             other = did_you_mean(name, files[group])
             if group == RECIPE:
@@ -109,9 +110,3 @@ def unknown_files(
                 got=f"{group}={name}",
                 fix=here or other + beside,
             )
-
-
-def _conversation_setting(path: str) -> str:
-    from tessera.train.data.records import conversation_setting  # for mistakes alone
-
-    return conversation_setting(path)

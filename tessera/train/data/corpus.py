@@ -45,6 +45,8 @@ class Source:
       train_rows: The rows for training.
       validation_rows: The rows for validation.
       ignored: Keys of its records that change what others would train on.
+      learned: The share of the tokens that have a loss, of conversations.
+      cut: How many conversations are longer than a row; nothing if none is.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Source:
     train_rows: PackedRows
     validation_rows: PackedRows
     ignored: Collection[str] = ()
+    learned: float | None = None
+    cut: str = ""
 
     def describe(self) -> list[tuple[str, str]]:
         """A few labels and texts for the log."""
@@ -67,21 +71,6 @@ class Source:
         """The keys of its records that are not used, or nothing."""
         keys = ", ".join(sorted(self.ignored))
         return keys and f"keys of the records of {self.name}: {keys}"
-
-    @property
-    def learned(self) -> float | None:
-        """The share of the tokens that have a loss; None for text, which has all."""
-        return learned_share(self._conversations)
-
-    @property
-    def cut(self) -> str:
-        """How many conversations are longer than a row; nothing if none is."""
-        return describe_cut(self.title, self._conversations)
-
-    @property
-    def _conversations(self) -> list[ConversationRows]:
-        sides = (self.train_rows, self.validation_rows)
-        return [side for side in sides if isinstance(side, ConversationRows)]
 
 
 def _sizes(rows: PackedRows) -> str:
@@ -373,8 +362,9 @@ def _read_source(
         for blocks in sides
     ]
     if config.messages_key:
-        train, validation = (ConversationRows(s, sequence_length) for s in streams)
-        return Source(name, title, weight, train, validation, ignored)
+        chats = [ConversationRows(stream, sequence_length) for stream in streams]
+        learned, cut = learned_share(chats), describe_cut(title, chats)
+        return Source(name, title, weight, chats[0], chats[1], ignored, learned, cut)
     return Source(name, title, weight, *_rows(streams, sequence_length), ignored)
 
 
