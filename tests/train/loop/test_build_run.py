@@ -273,6 +273,10 @@ def test_one_group_has_no_number_to_scale_the_rate_by():
 def test_sizes_of_layers_that_the_model_does_not_have_change_nothing(sizes, note):
     assert note in run_of(sizes=sizes).layout_notes()
     assert note not in run_of(sizes={**sizes, "global_every": 2}).layout_notes()
+    # As published models have it, whose settings nobody has typed.
+    bases = {"rope_base_local": 500.0, "rope_base_global": 500.0}
+    no_window = {"window": None} if "local" in note else {}
+    assert run_of(sizes={**sizes, **bases, **no_window}).layout_notes() == []
 
 
 # --- pipelines

@@ -270,8 +270,14 @@ class DecoderModel(Model):
     def _unused_notes(self) -> Iterator[str]:
         """Sizes that no layer of this model reads."""
         for kind, names in FIELDS_OF_KIND.items():
-            values = {name: getattr(self.config, name) for name in names}
-            is_usual = all(values[n] == getattr(DecoderConfig, n) for n in names)
+            other = "global" if kind == "local" else "local"
+            twins = {name: name.replace(kind, other) for name in names}
+            # Published models have one base of RoPE for both kinds.
+            is_usual = all(
+                getattr(self.config, n) in (None, getattr(DecoderConfig, n))
+                or (n != twin and getattr(self.config, n) == getattr(self.config, twin))
+                for n, twin in twins.items()
+            )
             if not is_usual and kind not in self.config.layer_kinds:
                 listed = f"{', '.join(names[:-1])} and {names[-1]}"
                 yield f"{listed} change nothing: no layer is {kind}"
