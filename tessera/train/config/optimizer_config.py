@@ -215,7 +215,7 @@ def unusual_rate(
     if not isinstance(config, (AdamConfig, LionConfig)):
         return None
     factor = 0.2 if isinstance(config, LionConfig) else 1.0  # arXiv 2302.06675
-    low, high, most = (5e-6, 5e-5, 1e-4) if trains_all else (5e-5, 5e-4, 1e-2)
+    low, high, most = (5e-6, 5e-5, 1e-4) if trains_all else (5e-5, 5e-4, 2e-3)
     rule = config.scale_learning_rate
     rate = scaled_learning_rate(config.learning_rate, world_size, rule)
     if rate <= most * factor:

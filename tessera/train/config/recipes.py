@@ -17,6 +17,12 @@ from tessera.train.config.recorded_run import recorded_run
 from tessera.train.config.setting_fields import as_yaml, default_of, walk
 from tessera.train.loop.run_folder import CHECKPOINTS
 
+RANDOM_WEIGHTS = (
+    "the run begins with random weights, and its recipe is for given ones: write "
+    "model=./<folder>, or model=<organization>/<name> of the Hub, or training.init_from"
+)
+"""A warning for fine-tuning that begins with nothing."""
+
 _RATE = "optimizer.learning_rate"
 _LOSS = "data.loss_on"
 
@@ -50,7 +56,12 @@ class Recipe:
         reason = self.reason and f", {self.reason}"
         final = dict(walk(OmegaConf.to_container(run, resolve=True)))
         values = walk(dict(self.values))
-        used = [f"{path}={as_yaml(v)}" for path, v in values if final[path] == v]
+        unread = "optimizer." if final["training.eval_only"] else "\0"
+        used = [
+            f"{path}={as_yaml(value)}"
+            for path, value in values
+            if final[path] == value and not path.startswith(unread)
+        ]
         text = f"recipe={self.name}{reason}"
         return f"{text}; sets {' '.join(used)}" if used else text
 

@@ -24,6 +24,7 @@ from tessera.ops.loss_scale import LossScale
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.layout_checks import build_model
 from tessera.train.config.optimizer_config import unusual_rate
+from tessera.train.config.recipes import RANDOM_WEIGHTS
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.setting_conflicts import numerics_problems
 from tessera.train.config.setting_fields import raise_all
@@ -246,17 +247,7 @@ class Run:
             *self._pipeline_notes(),
             *self._numerics_notes(),
             *self._unused_notes(),
-            *self._adapter_notes(),
         ]
-
-    def _adapter_notes(self) -> Iterator[str]:
-        training = self.config.training
-        begins = training.resume == "none" and training.init_from is None
-        if self.model.adapters and begins:
-            yield (
-                "the weights that adapters are added to are random: there is no "
-                "training.init_from"
-            )
 
     def _optimizer_notes(self) -> Iterator[str]:
         """Where the optimizer's state makes a setting change nothing."""
@@ -316,14 +307,19 @@ class Run:
         Args:
           published: What the folder of the weights says beside them.
         """
-        training, rate = self.config.training, None
-        if training.init_from is not None and not training.eval_only:
+        training, found = self.config.training, list[str | None]()
+        if training.init_from is None:
+            is_bare = self.config.recipe == "finetune" or self.model.adapters
+            found.append(
+                RANDOM_WEIGHTS if is_bare and training.resume == "none" else ""
+            )
+        elif not training.eval_only:
             groups = data_parallel_groups(self.mesh.shape)
-            is_whole = not self.model.frozen
-            rate = unusual_rate(self.config.optimizer, groups, trains_all=is_whole)
+            whole = not self.model.frozen
+            found.append(unusual_rate(self.config.optimizer, groups, trains_all=whole))
         length, config = training.sequence_length, self.config.model.config
-        excess = (published or Published()).excess_length(length, config)
-        return [text for text in (rate, excess) if text]
+        found.append((published or Published()).excess_length(length, config))
+        return [text for text in found if text]
 
     def check(self) -> None:
         """Raise what does not fit before anything is compiled or written.

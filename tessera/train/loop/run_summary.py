@@ -85,6 +85,8 @@ def _data(corpus: Corpus) -> str:
         share = f" ({source.weight / total:.1%})" if len(corpus.sources) > 1 else ""
         text = (
             f"{source.title}{share}: {sizes[0]:,} tokens, {sizes[1]:,} for validation"
+            if sizes[0]
+            else f"{source.title}{share}: {sizes[1]:,} tokens for validation"
         )
         if (learned := source.learned) is not None:
             text += f"; {learned:.0%} of the tokens are learned (data.loss_on)"

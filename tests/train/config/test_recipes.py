@@ -248,6 +248,15 @@ def test_a_recipe_that_is_gone(folder):
         composed(f"training.resume={run}")
 
 
+def test_an_evaluation_lists_no_settings_of_an_optimizer(tmp_path):
+    words = ("recipe=finetune", "model=tiny")
+    assert "optimizer.learning_rate=" in composed(*words).notes[0]
+    alone = f"training.resume={tmp_path}", "training.eval_only=true"
+    note = composed(*words, *alone).notes[0]
+    assert "training.mixed_precision=bf16" in note
+    assert "optimizer." not in note
+
+
 # --- learning rates that undo given weights
 
 
@@ -256,8 +265,8 @@ def test_a_recipe_that_is_gone(folder):
     [
         (AdamWConfig(learning_rate=3e-3), True, "5e-06 to 5e-05"),
         (AdamWConfig(learning_rate=1e-4), True, None),
-        (AdamWConfig(learning_rate=3e-3), False, None),
-        (AdamWConfig(learning_rate=0.02), False, "5e-05 to 0.0005"),
+        (AdamWConfig(learning_rate=2e-3), False, None),
+        (AdamWConfig(learning_rate=0.01), False, "5e-05 to 0.0005"),
         (LionConfig(learning_rate=1e-4), True, "1e-06 to 1e-05"),
         (LionConfig(learning_rate=2e-5), True, None),
         (SgdConfig(learning_rate=1.0), True, None),

@@ -29,6 +29,7 @@ from tessera.train.commands.export import main as export
 from tessera.train.commands.generate import main as generate
 from tessera.train.config.command_line import Composed, compose
 from tessera.train.config.config_schema import settings_of_text
+from tessera.train.config.recipes import RANDOM_WEIGHTS
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.log_likelihood import log_likelihoods
@@ -216,11 +217,10 @@ def test_nothing_is_kept_or_computed_for_the_base(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_random_weights_below_adapters_are_noted(folder: Path) -> None:
-    note = "the weights that adapters are added to are random"
+def test_random_weights_below_adapters_are_a_warning(folder: Path) -> None:
     without = run_of(folder, "training.init_from=null")
-    assert any(note in text for text in without.layout_notes())
-    assert not any(note in text for text in run_of(folder).layout_notes())
+    assert without.warnings() == [RANDOM_WEIGHTS]
+    assert RANDOM_WEIGHTS not in run_of(folder).warnings()
 
 
 def saved(folder: Path, path: Path, *overrides: str) -> Run:

@@ -101,7 +101,7 @@ def test_a_rate_that_would_undo_the_weights_is_a_warning(folder):
         *(("training.init_from=null",), ("optimizer=sgd",)),
     )
     for other in others:
-        assert run_of(folder, rate, *other).warnings() == []
+        assert run_of(folder, "optimizer.learning_rate=0.002", *other).warnings() == []
 
 
 def test_a_sequence_that_is_longer_than_the_folder_allows_is_a_warning(folder):
