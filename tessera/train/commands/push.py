@@ -168,6 +168,8 @@ def _check_existing(
 def _refused(name: HubName, error: Exception) -> HubError:
     got = printable([*str(error).splitlines(), type(error).__name__][0], longest=200)
     fix = "try again: a push that fails changes no branch"
+    if any("Connect" in cls.__name__ for cls in type(error).__mro__):
+        fix = "push where the Hub is reached (HF_ENDPOINT, HF_HUB_OFFLINE, proxies)"
     if status_of(error) in (401, 403):
         fix = (
             "log in with a token that may write there: hf auth login (or set HF_TOKEN)"

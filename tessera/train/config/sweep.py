@@ -68,7 +68,8 @@ def sweep(overrides: Sequence[str], config_dir: Path) -> int:
         task()
     except SweepRunError as error:
         return error.exit_code
-    except (HydraException, OmegaConfBaseException) as error:
+    # Hydra has ValueError for a file that is null.
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise SettingValueError(
             "Hydra cannot make a sweep of these overrides",
             got=str(error).splitlines()[0],

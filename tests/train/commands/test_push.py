@@ -115,4 +115,6 @@ def test_a_push_without_permission_says_how_to_log_in(hub, folder, push, monkeyp
     assert "hf auth login (or set HF_TOKEN)" in shown
     assert hub.repos == {}
     hub_server.offline(monkeypatch)
-    assert "[T719] me/gemma was not pushed" in push(folder, "me/gemma")[1]
+    shown = push(folder, "me/gemma")[1]
+    assert "[T719] me/gemma was not pushed" in shown
+    assert "fix: push where the Hub is reached" in shown

@@ -82,6 +82,7 @@ def test_a_run_that_is_asked_to_end_ends_the_sweep(started):
         (["training.seed=1,2", "hydra.job.chdir=true"], "T501"),
         (["training.seed=1,2", "hydra.launcher._target_=os.system"], "T502"),
         (["training.seed=1,2", "hydra/launcher=rocket"], "T502"),
+        (["training.seed=1,2", "recipe=null"], "T502"),
     ],
 )
 def test_what_no_sweep_may_have_is_refused_before_a_run_starts(
