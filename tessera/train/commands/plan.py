@@ -20,7 +20,13 @@ from tessera.train.runtime.exit_codes import shows_errors
 @shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan that the command line asks for; the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options, unknown = _parser().parse_known_intermixed_args(words)
+    if unknown:
+        from tessera.train.config.help_text import setting_paths
+        from tessera.train.config.setting_hints import unknown_flags
+
+        raise unknown_flags(unknown, words, setting_paths())
     sys.stdout.write(_plan(options))
     return 0
 
@@ -33,6 +39,7 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="setting=value", help="as of tessera train")
+    add("--module", action="append", default=[], help="imported first; repeatable")
     add("--rows", type=_count, default=10, metavar="N", help="layouts to show")
     add("--json", type=Path, metavar="FILE", help="write everything here")
     return parser
@@ -54,6 +61,7 @@ def _plan(options: Namespace) -> str:
     prepare_devices(1, "cpu")
     answer = plan_run(
         options.words,
+        modules=options.module,
         note=lambda text: sys.stderr.write(f"… {text}\n"),
     )
     if options.json is not None:

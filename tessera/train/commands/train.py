@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = [word for word in words if word not in overrides]
     done = subprocess.run(
         module_command("tessera.train.planner.auto_layout"),
-        input=json.dumps(overrides),
+        input=json.dumps(words),
         stdout=subprocess.PIPE,
         text=True,
         check=False,

@@ -111,7 +111,7 @@ def read_command_line(
         if asks_for_help(words):
             sys.stdout.write(_help(words, config_dir))
             return 0
-        flags = _read_flags(words)
+        flags = read_flags(words)
         if flags.multirun and not flags.cfg:
             return _sweep(flags.overrides, config_dir)
         composed = compose(flags.overrides, config_dir)
@@ -135,7 +135,7 @@ def _help(words: Sequence[str], config_dir: Path) -> str:
     files = group_files(config_dir)
     choices = {f"{group}={name}" for group, names in files.items() for name in names}
     try:
-        return usage(compose(_read_flags(words).overrides, config_dir).config, files)
+        return usage(compose(read_flags(words).overrides, config_dir).config, files)
     except TesseraError as error:
         problem = error
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
@@ -312,7 +312,7 @@ class _Flags(ArgumentParser):
         )
 
 
-def _read_flags(arguments: Sequence[str]) -> Namespace:
+def read_flags(arguments: Sequence[str]) -> Namespace:
     """The flags and overrides of a command line; imports its modules."""
     parser = _Flags(add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")

@@ -4,7 +4,9 @@
 Hydra's own help shows values alone; here are types and meanings as well.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from textwrap import fill
 from typing import get_type_hints
 
@@ -17,7 +19,7 @@ from tessera.train.models.decoder.config import DecoderConfig
 _HEAD = """\
 Trains a model on a mesh of devices.
 
-usage: python run_training.py [group=file ...] [group.setting=value ...]
+usage: {program} [group=file ...] [group.setting=value ...]
        --help           this text, for the groups chosen beside it
        --print-config   all settings as YAML; nothing is run
        --multirun       a run for each value of settings that list some: a=1,2
@@ -38,7 +40,10 @@ def usage(
       files: The names that each group can choose from.
       problem: Why these are not the values of the command line, if they are not.
     """
-    text = _HEAD + "\n".join(
+    script = Path(sys.argv[0]).name
+    is_script = script == "run_training.py"
+    head = _HEAD.format(program=f"python {script}" if is_script else "tessera train")
+    text = head + "\n".join(
         "".join(_group(group, names, settings)) for group, names in files.items()
     )
     if problem:
@@ -68,12 +73,8 @@ def group_settings(
 def setting_paths() -> list[str]:
     """The groups, and every setting of the default classes by its dotted path."""
     classes = get_type_hints(Config) | {"optimizer": AdamWConfig}
-    groups = [group for group in GROUPS if group != RECIPE]
-    named = [(group, group_settings(group, classes[group])) for group in groups]
-    return [
-        *GROUPS,
-        *(f"{group}.{each.name}" for group, all_ in named for each in all_),
-    ]
+    groups = {group: group_settings(group, classes[group]) for group in GROUPS[1:]}
+    return [*GROUPS, *(f"{g}.{each.name}" for g in groups for each in groups[g])]
 
 
 def _group(group: str, names: Sequence[str], settings: Config) -> Iterator[str]:

@@ -26,7 +26,7 @@ from tessera.foundations.device_grid import inferred
 from tessera.targets.machine import machine_names, machine_of_kind
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes
-from tessera.train.config.command_line import compose
+from tessera.train.config.command_line import compose, read_flags
 from tessera.train.config.recorded_run import recorded_run
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.planner.answer import describe
@@ -270,5 +270,6 @@ def main() -> int:
 
     words = json.loads(sys.stdin.read())
     prepare_devices(1, "cpu")
-    sys.stdout.write(json.dumps(with_layout(words)) + "\n")
+    found = with_layout(read_flags(words).overrides)  # and imports its modules
+    sys.stdout.write(json.dumps(found) + "\n")
     return 0

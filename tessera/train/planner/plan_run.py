@@ -14,6 +14,7 @@ from tessera.train.config.command_line import compose
 from tessera.train.config.layout_checks import target_of
 from tessera.train.config.overrides import is_choice, parse
 from tessera.train.config.run_config import Config
+from tessera.train.models.definition import import_module
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import without
 from tessera.train.planner.search import SearchResult, search
@@ -26,12 +27,14 @@ _DRY: Final = ("training.dry_run=true",)
 def plan_run(
     words: Sequence[str],
     *,
+    modules: Sequence[str] = (),
     note: Callable[[str], object] = str,
 ) -> Answer:
     """The best layouts for the run of a command line, on its ``runtime.target``.
 
     Args:
       words: As of ``tessera train``. What they set is not searched.
+      modules: Those that register models; imported first.
       note: Called with a line of what is going on.
 
     Raises:
@@ -39,6 +42,8 @@ def plan_run(
       PlanError: [T714] no layout is legal, or none fits.
       TesseraError: Any code of ``command_line.compose``.
     """
+    for module in modules:
+        import_module(module)
     config, target, space = _asked(words, note)
     note(f"tracing {config.model.name}")
     model = StepModel.of(config, target)
@@ -49,7 +54,8 @@ def plan_run(
     found = search(space, model)
     if not found.best:
         raise _nothing_fits(found, target)
-    return Answer(target, space, tuple(_line(words, space)), found)
+    flags = [f"--module={module}" for module in modules]
+    return Answer(target, space, (*flags, *_line(words, space)), found)
 
 
 def _asked(

@@ -36,14 +36,8 @@ MASTER_ADDR exported.
 """
 _TESSERA: Final = module_command("tessera.__main__")
 # What to write for options of torchrun, mpirun and accelerate.
-_OTHERS: Final = {
-    "nproc_per_node nproc n np num_processes": "write --nprocs=<processes>",
-    "standalone multi_gpu": "leave it out",
-    "nnodes node_rank master_addr master_port rdzv_backend rdzv_endpoint rdzv_id "
-    "num_machines machine_rank main_process_ip main_process_port": "tessera launch is "
-    "for one machine; on several, torchrun or srun starts `tessera train` itself, or "
-    "each exports RANK, WORLD_SIZE and MASTER_ADDR and starts it",
-}
+_PROCESSES: Final = ("nproc_per_node", "nproc", "n", "np", "num_processes")
+_OF_MACHINES: Final = ("nnodes", "node_", "master_", "rdzv_", "num_mach", "machine_")
 # Those of ``tessera`` that several processes can run; a test compares them.
 _SUBCOMMANDS: Final = ("train", "export", "generate", "plan", "report", "doctor")
 _EXPORTED: Final = "RANK", "WORLD_SIZE", "MASTER_ADDR"
@@ -132,9 +126,14 @@ class _Parser(ArgumentParser):
 
 def _instead(option: str) -> str:
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    for names, to in _OTHERS.items():
-        if name in names.split():
-            return f"{option}: {to}"
+    if name in _PROCESSES:
+        return f"{option}: write --nprocs=<processes>"
+    if name.startswith(_OF_MACHINES):
+        return (
+            f"{option}: tessera launch is for one machine; on several, torchrun or "
+            "srun starts `tessera train`, or each exports RANK, WORLD_SIZE and "
+            "MASTER_ADDR and starts it"
+        )
     return "tessera launch --help lists all; those of the program stand behind it"
 
 

@@ -2,6 +2,7 @@
 """Command lines: what they mean, and what the process does with them."""
 
 import shlex
+import sys
 from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path
@@ -266,6 +267,15 @@ def test_help_for_a_sweep_is_that_of_its_files(capsys):
     assert code == 0
     assert "  optimizer.beta2=0.99  (float)\n" in out
     assert "is wrong" not in out
+
+
+def test_help_names_the_program_that_was_called(capsys, monkeypatch):
+    for called, shown in (
+        ("/usr/bin/tessera", "usage: tessera train [group"),
+        ("./run_training.py", "usage: python run_training.py [group"),
+    ):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert f"\n{shown}" in seen(capsys, "--help")[1]
 
 
 def test_an_unknown_flag_says_what_to_use(capsys):

@@ -7,11 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from tessera.errors import OutputPathError, PlanError, TargetError
+from tessera.errors import (
+    OutputPathError,
+    PlanError,
+    TargetError,
+    UnknownSettingError,
+)
 from tessera.foundations.config_files import configs_dir
 from tessera.targets.target import Target
 from tessera.train.commands.plan import main
 from tessera.train.config.command_line import compose
+from tessera.train.config.recipes import RANDOM_WEIGHTS
 from tessera.train.planner import step_time
 from tessera.train.planner.answer import Answer, describe
 from tessera.train.planner.layout import Layout
@@ -172,3 +178,17 @@ def test_the_command_writes_what_it_is_asked_to(tmp_path, capsys):
 def test_a_file_that_cannot_be_written_is_said_first(tmp_path, capsys):
     assert main([*WORDS, f"--json={tmp_path}/none/plan.json"]) == 2
     assert OutputPathError.code in capsys.readouterr().err
+
+
+def test_flags_of_plan_say_how_settings_are_written():
+    with pytest.raises(UnknownSettingError) as caught:
+        main.__wrapped__(["model=tiny", "--target=h100:8"])
+    assert "for --target=h100:8: did you mean 'runtime.target'?" in caught.value.fix
+
+
+def test_the_command_line_is_that_of_the_run_that_was_planned(answer):
+    """Fine-tuning is planned without weights, and would train random ones."""
+    config = replace(answer.space.config, recipe="finetune")
+    bare = replace(answer, space=replace(answer.space, config=config))
+    assert bare.as_text().endswith(f"As planned, {RANDOM_WEIGHTS}")
+    assert RANDOM_WEIGHTS not in answer.as_text()

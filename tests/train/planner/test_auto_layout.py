@@ -235,6 +235,14 @@ def test_an_error_is_that_of_the_planner(monkeypatch, capsys):
     assert "[T714] no layout on cpu:7 is legal" in capsys.readouterr().err
 
 
+def test_the_planner_imports_the_modules_of_the_run(monkeypatch, capsys):
+    words = ["--module", "no_such_module", AUTO]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(words)))
+    assert auto_layout.main() == 2
+    error = capsys.readouterr().err
+    assert "[T403] the module 'no_such_module' of a model cannot be imported" in error
+
+
 @pytest.mark.full
 def test_a_run_chooses_its_mesh(tmp_path):
     """The whole way: two steps on four simulated devices, and one more."""
