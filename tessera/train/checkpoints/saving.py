@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -304,12 +305,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             if error is None:
                 self.wait()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from tessera.errors import OutputPathError
 from tessera.train.config.optimizer_config import AdamWConfig, OptimizerConfig
@@ -24,9 +24,6 @@ from tessera.train.models.definition import (
     ModelOptions,
     definition_of,
 )
-
-if TYPE_CHECKING:
-    from tessera.mesh import Mesh
 
 # Sizes, then names: ((4, 2), ("fsdp", "tp")).
 MeshShape: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]
@@ -358,26 +355,26 @@ class Config:
             fp8=self.training.precision.fp8,
         )
 
-    def rows_per_microbatch(self, mesh: "Mesh") -> int:
+    def rows_per_microbatch(self, sizes: Mapping[str, int]) -> int:
         """Sequences of one microbatch over the whole mesh."""
-        return self.training.micro_batch_size * data_parallel_groups(mesh.shape)
+        return self.training.micro_batch_size * data_parallel_groups(sizes)
 
-    def rows_per_step(self, mesh: "Mesh") -> int:
+    def rows_per_step(self, sizes: Mapping[str, int]) -> int:
         """Sequences that one optimizer step learns from."""
         if self.training.global_batch_size is not None:
             return self.training.global_batch_size
         accumulated = self.training.gradient_accumulation_steps
-        return self.rows_per_microbatch(mesh) * accumulated
+        return self.rows_per_microbatch(sizes) * accumulated
 
-    def rows_per_evaluation(self, mesh: "Mesh") -> int:
+    def rows_per_evaluation(self, sizes: Mapping[str, int]) -> int:
         """Sequences of one batch of a validation.
 
         With deterministic numerics those of a step, so that every mesh adds as many at
         a time.
         """
         if self.training.numerics == "deterministic":
-            return self.rows_per_step(mesh)
-        return self.rows_per_microbatch(mesh)
+            return self.rows_per_step(sizes)
+        return self.rows_per_microbatch(sizes)
 
 
 def data_parallel_groups(sizes: Mapping[str, int]) -> int:

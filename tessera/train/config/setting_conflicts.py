@@ -23,7 +23,6 @@ from tessera.train.config.run_config import (
     MESH_AXES,
     Config,
     TrainingConfig,
-    data_parallel_groups,
 )
 from tessera.train.config.setting_fields import Conflict, as_yaml, broken
 from tessera.train.loop.precision import Precision
@@ -217,9 +216,7 @@ def numerics_problems(config: Config, sizes: Sizes) -> Iterator[TesseraError]:
     """
     training, parts = config.training, config.training.reduction_parts
     micro, devices = training.micro_batch_size, math.prod(sizes.values())
-    rows = training.global_batch_size or (
-        micro * data_parallel_groups(sizes) * training.gradient_accumulation_steps
-    )
+    rows = config.rows_per_step(sizes)
     if training.numerics == "fast":
         return
     if parts < devices:

@@ -120,7 +120,7 @@ def _check_elements(
 ) -> Iterator[TesseraError]:
     """Whether the arrays of a microbatch have sizes that a compiler can count."""
     training = settings.training
-    rows = training.micro_batch_size * data_parallel_groups(sizes)
+    rows = settings.rows_per_microbatch(sizes)
     length = training.sequence_length
     widths = settings.model.kind.widths(settings.model.config, length)
     what, widest = max(widths.items(), key=itemgetter(1), default=("tokens", 1))

@@ -171,7 +171,7 @@ class Run:
 
     @cached_property
     def _compiled_evaluation(self) -> Compiled:
-        rows = self.config.rows_per_evaluation(self.mesh)
+        rows = self.config.rows_per_evaluation(self.mesh.shape)
         shape = rows, self.config.training.sequence_length
         batch = self._abstract_rows(shape, self.validation_spec)
         return self.evaluate.compile(self.abstract_state.params, batch)
@@ -228,7 +228,7 @@ class Run:
     def abstract_batch(self) -> dict[str, Any]:
         """Shapes, dtypes and layouts of one step's batch."""
         training = self.config.training
-        rows = self.config.rows_per_microbatch(self.mesh)
+        rows = self.config.rows_per_microbatch(self.mesh.shape)
         steps = training.gradient_accumulation_steps
         shape = steps, rows, training.sequence_length
         return self._abstract_rows(shape, batch_spec(self.step_config))
@@ -377,11 +377,11 @@ class Run:
         if not training.eval_only:
             self._check_prompt(corpus)
             corpus.train(
-                self.config.rows_per_step(self.mesh),
+                self.config.rows_per_step(self.mesh.shape),
                 *part,
                 microbatches=training.gradient_accumulation_steps,
             ).close()
-        corpus.validation(self.config.rows_per_evaluation(self.mesh), *part)
+        corpus.validation(self.config.rows_per_evaluation(self.mesh.shape), *part)
         return corpus
 
     def _check_prompt(self, corpus: Corpus) -> None:
@@ -395,7 +395,7 @@ class Run:
     @property
     def num_training_rows(self) -> int:
         """Sequences that all steps of the run learn from."""
-        return self.config.training.steps * self.config.rows_per_step(self.mesh)
+        return self.config.training.steps * self.config.rows_per_step(self.mesh.shape)
 
     @cached_property
     def host_shard(self) -> HostShard:

@@ -15,8 +15,7 @@ from pathlib import Path
 from textwrap import fill, indent
 from time import monotonic
 from traceback import format_exception
-from types import TracebackType
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, TextColumn
@@ -98,12 +97,7 @@ class Console:
             log.addHandler(handler)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         for handler in self._handlers:
             log.removeHandler(handler)
             if error is not None and isinstance(handler, logging.FileHandler):

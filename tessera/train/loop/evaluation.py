@@ -53,7 +53,7 @@ def _validation_sums(
 ) -> np.ndarray | None:
     """Nats and tokens of a source; None where the evaluation was ended."""
     shard = run.host_shard
-    rows = run.config.rows_per_evaluation(run.mesh)
+    rows = run.config.rows_per_evaluation(run.mesh.shape)
     limit = run.config.training.validation_sequences
     sums, in_flight = np.zeros(2), deque[Any]()
     with closing(

@@ -112,10 +112,10 @@ def _batch(run: Run) -> str:
     settings, training = run.config, run.config.training
     tokens = f"sequences of {training.sequence_length:,} tokens"
     if training.eval_only:
-        return f"{settings.rows_per_evaluation(run.mesh):,} {tokens}"
+        return f"{settings.rows_per_evaluation(run.mesh.shape):,} {tokens}"
     parts = training.gradient_accumulation_steps
     microbatches = f" in {parts} microbatches" if parts > 1 else ""
-    return f"{settings.rows_per_step(run.mesh):,} {tokens}{microbatches}"
+    return f"{settings.rows_per_step(run.mesh.shape):,} {tokens}{microbatches}"
 
 
 def _optimizer(settings: Config, mesh: Mesh) -> str:

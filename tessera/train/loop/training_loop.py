@@ -196,7 +196,7 @@ class Trainer:
 
     @property
     def _rows_per_step(self) -> int:
-        return self.run.config.rows_per_step(self.run.mesh)
+        return self.run.config.rows_per_step(self.run.mesh.shape)
 
     def _settle(self, drain: Callable[[], None]) -> bool:
         """Do what is due after a step and was not done; False where the run stops."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from tessera import errors
-from tessera.mesh import Mesh
 from tessera.train.config.optimizer_config import SgdConfig
 from tessera.train.config.run_config import (
     Config,
@@ -248,10 +247,9 @@ def test_every_group_is_checked():
     [({"fsdp": 4, "tp": 2}, 4), ({"dp": 2, "fsdp": 2, "tp": 2}, 4), ({"tp": 8}, 1)],
 )
 def test_a_microbatch_is_counted_for_each_data_parallel_group(axes, groups):
-    mesh = Mesh(tuple(axes), shape=tuple(axes.values()))
     given = settings(micro_batch_size=3, gradient_accumulation_steps=5)
-    assert given.rows_per_microbatch(mesh) == 3 * groups
-    assert given.rows_per_step(mesh) == 15 * groups
+    assert given.rows_per_microbatch(axes) == 3 * groups
+    assert given.rows_per_step(axes) == 15 * groups
 
 
 # --- memory
