@@ -207,17 +207,13 @@ class Corpus:
 
     def fingerprint_parts(self) -> dict[str, str]:
         """What ``fingerprint`` is of, for messages about ranks that differ."""
-        sides = [
-            (f"{side} text of {source.name}", rows)
-            for source in self.sources
-            for side, rows in (
-                ("training", source.train_rows),
-                ("validation", source.validation_rows),
-            )
-        ]
-        return {
-            name: f"{_sizes(rows)} ({rows.stream.fingerprint})" for name, rows in sides
-        }
+        parts = dict[str, str]()
+        for source in self.sources:
+            train, validation = source.train_rows, source.validation_rows
+            for side, rows in (("training", train), ("validation", validation)):
+                text = f"{_sizes(rows)} ({rows.stream.fingerprint})"
+                parts[f"{side} text of {source.name}"] = text
+        return parts
 
     @cached_property
     def order(self) -> Mapping[str, str | int]:

@@ -218,11 +218,9 @@ class Run:
         # Copied: a step donates its state, but the run keeps its own.
         scale = jax.tree.map(jnp.copy, self.loss_scale)
         guard = self.step_config.spikes
-        whole = NamedSharding(self.mesh.jax, PartitionSpec())
-        return {
-            "loss_scale": jax.device_put(scale, whole),
-            "spikes": guard.first_window(self.mesh) if guard else None,
-        }
+        window = None if guard is None else guard.empty_window()
+        parts = {"loss_scale": scale, "spikes": window}
+        return jax.device_put(parts, NamedSharding(self.mesh.jax, PartitionSpec()))
 
     @property
     def abstract_batch(self) -> dict[str, Any]:

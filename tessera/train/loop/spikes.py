@@ -19,10 +19,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
-
-from tessera.mesh import Mesh
 
 _NORMAL = 1.4826
 # The least deviation, as a share of the median: losses that hardly differ have none.
@@ -68,11 +65,7 @@ class SpikeGuard:
     @property
     def abstract_window(self) -> SpikeWindow:
         """Shapes and dtypes of the window."""
-        return jax.eval_shape(self._empty)
-
-    def first_window(self, mesh: Mesh) -> SpikeWindow:
-        """The window before the first step, on a mesh."""
-        return jax.device_put(self._empty(), NamedSharding(mesh.jax, PartitionSpec()))
+        return jax.eval_shape(self.empty_window)
 
     def judge(
         self,
@@ -115,7 +108,8 @@ class SpikeGuard:
         }
         return accepted, after, numbers
 
-    def _empty(self) -> SpikeWindow:
+    def empty_window(self) -> SpikeWindow:
+        """The window before the first step."""
         # Separate arrays: a step that donates its state donates each of them once.
         return SpikeWindow(
             jnp.zeros(self.window, jnp.float32),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from random import SystemRandom
@@ -129,27 +130,17 @@ class Launcher:
         names = f"ranks 0 to {last}" if last else "rank 0"
         nth = f", attempt {number + 1}" if number else ""
         self._log(f"starting {names}{nth}")
-        attempt = Attempt(
-            self._events,
-            plan.grace,
-            self._log,
-            lambda: end_attempt(folder, number),
-        )
+        end = partial(end_attempt, folder, number)
+        attempt = Attempt(self._events, plan.grace, self._log, end)
         for rank in range(plan.num_ranks):
             environment = {
                 **self._environ,
                 **rank_variables(rank, plan.num_ranks, port),
                 **launcher_variables(folder, number),
             }
-            attempt.ranks.append(
-                RankProcess(
-                    plan.command,
-                    environment,
-                    rank,
-                    self._show,
-                    self._events.put,
-                )
-            )
+            show, put = self._show, self._events.put
+            process = RankProcess(plan.command, environment, rank, show, put)
+            attempt.ranks.append(process)
         return attempt
 
     def _note_unjoined(self, attempt: "Attempt") -> None:

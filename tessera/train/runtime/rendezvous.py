@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from tessera.errors import (
@@ -31,7 +31,14 @@ from tessera.errors import (
     RanksDifferError,
     TesseraError,
 )
-from tessera.errors.untrusted_text import count_of, parse_json, printable, text_of
+from tessera.errors.untrusted_text import (
+    Count,
+    count_of,
+    decode_json,
+    parse_json,
+    printable,
+    text_of,
+)
 from tessera.train.runtime.addresses import host_and_port, listen, wait_for_host
 from tessera.train.runtime.cluster import Address, Cluster
 from tessera.train.runtime.rank_consistency import (
@@ -86,8 +93,8 @@ class Handshake:
       fingerprint: What has to be the same on every rank.
     """
 
-    rank: int
-    world_size: int
+    rank: Count
+    world_size: Count
     topic: str
     process: str
     fingerprint: Fingerprint
@@ -109,16 +116,12 @@ class Handshake:
             values = parse_json(line, longest=_MAX_MESSAGE)
             if count_of(values["tessera"]) != _PROTOCOL:
                 return None
-            fingerprint = {
-                section: {name: text_of(value) for name, value in entries.items()}
-                for section, entries in values["fingerprint"].items()
-            }
-            rank, count = count_of(values["rank"]), count_of(values["world_size"])
-            process = printable(text_of(values["process"]), longest=_MAX_NAME)
-            exists, topic = rank < count <= _MAX_RANKS, text_of(values["topic"])
-            return cls(rank, count, topic, process, fingerprint) if exists else None
-        except (ValueError, KeyError, TypeError, AttributeError):
+            read = decode_json(cls, values)
+        except (ValueError, KeyError, TypeError):
             return None
+        process = printable(read.process, longest=_MAX_NAME)
+        exists = read.rank < read.world_size <= _MAX_RANKS
+        return replace(read, process=process) if exists else None
 
 
 def rendezvous(

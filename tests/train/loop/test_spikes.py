@@ -52,7 +52,7 @@ class Judged:
 
     def __init__(self, action: str, window: int = 4) -> None:
         self.guard = SpikeGuard(action, 5.0, window)
-        self.window = self.guard._empty()
+        self.window = self.guard.empty_window()
         self._judge = jax.jit(self.guard.judge)
 
     def __call__(self, loss: float, norm: float = 1.0) -> tuple[bool, float]:
