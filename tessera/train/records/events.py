@@ -47,7 +47,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._lock = threading.Lock()
+        # Giving up logs a warning, which may be an event in turn.
+        self._lock = threading.RLock()
         self._file: TextIO | None = None
         self.earlier: tuple[Event, ...] = ()
         """What earlier attempts recorded."""
@@ -87,17 +88,13 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
+            file, self._file = self._file, None
             if file is not None:
                 file.close()
 
     def _give_up(self, error: OSError) -> None:
-        self._close()
+        self.close()
         _log.warning("events.jsonl gets no more events: %s", error.strerror or error)
 
 

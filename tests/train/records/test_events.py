@@ -73,7 +73,11 @@ def test_a_text_is_cut_where_the_line_could_not_be_read_back(log, tmp_path):
     assert event["text"] == "x" * 2**16 + "…"
 
 
-def test_a_full_disk_ends_the_events_and_not_the_run(log, caplog):
+def test_a_full_disk_ends_the_events_and_not_the_run(log, caplog, request):
+    """Nor does the warning that says so, which is an event in turn, wait for it."""
+    handler = WarningEvents(log)
+    logging.getLogger("tessera").addHandler(handler)
+    request.addfinalizer(lambda: logging.getLogger("tessera").removeHandler(handler))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
