@@ -153,23 +153,14 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         p.flops * (1 + (p.path in trained)) for p in forward.products
     )
     inner = max(plain.total_flops - forward.total_flops - backward_products, 0.0)
-    layered = {each.path for each in parameters if each.is_layered}
+    layered = {each.path: each for each in parameters if each.is_layered}
     in_layers = sum(p.flops for p in forward.products if p.path in layered)
-    gradients = sum(
-        each.size * each.itemsize
-        for each in parameters
-        if each.is_layered and each.is_trained
-    )
+    gradients = sum(p.size * p.itemsize for p in layered.values() if p.is_trained)
     # Under ``none`` also parameters that were cast, which devices store in parts.
-    multiplied = {each.path for each in forward.products}
     precision = config.training.precision
     width = jnp.dtype(precision.computation).itemsize
-    cast = sum(
-        each.size * width
-        for each in parameters
-        if each.is_layered and each.path in multiplied and width < _TRACED
-    )
-    casts = (0, cast)
+    multiplied = {layered[p.path] for p in forward.products if p.path in layered}
+    casts = 0, sum(width * p.size for p in multiplied if width < _TRACED)
     stacked = [each for each in parameters if "layers" in each.names]
     layers = [each.shape[each.names.index("layers")] for each in stacked]
     recomputed = {}
