@@ -105,7 +105,7 @@ class StepMetrics:
         self._count_skipped(step, numbers, skips=is_spike)
         training = self._run.config.training
         # All that are read. Of conversations, the loss is that of a part of them.
-        rows = self._run.config.rows_per_step(self._run.mesh)
+        rows = self._run.config.rows_per_step(self._run.mesh.shape)
         tokens = rows * training.sequence_length
         numbers["tokens_per_second"] = tokens / seconds
         if (learned := numbers.pop("tokens") / tokens) < 0.995:
