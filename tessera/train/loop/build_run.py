@@ -101,7 +101,11 @@ class Run:
         )
         if training.eval_only:  # a state without arrays beside the parameters
             optimizer = optax.identity()
-            training = replace(training, offload_optimizer=False)
+            training = replace(training, offload_optimizer=False, on_spike="none")
+        guard = None
+        if training.on_spike != "none":
+            threshold, window = training.spike_threshold, training.spike_window
+            guard = SpikeGuard(training.on_spike, threshold, window)
         return StepConfig(
             model=self.model,
             optimizer=optimizer,
@@ -121,16 +125,7 @@ class Run:
             ),
             # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
             loss_chunk=training.loss_chunk if training.numerics == "fast" else "none",
-            spikes=self._spike_guard,
-        )
-
-    @property
-    def _spike_guard(self) -> SpikeGuard | None:
-        training = self.config.training
-        if training.on_spike == "none" or training.eval_only:
-            return None
-        return SpikeGuard(
-            training.on_spike, training.spike_threshold, training.spike_window
+            spikes=guard,
         )
 
     @cached_property
@@ -375,7 +370,7 @@ class Run:
         if not training.eval_only:
             self._check_prompt(corpus)
             corpus.train(
-                self.config.rows_per_step(self.mesh.shape),
+                self.rows_per_step,
                 *part,
                 microbatches=training.gradient_accumulation_steps,
             ).close()
@@ -391,9 +386,9 @@ class Run:
             check_tokens("training.sample_prompt", text, ids, tokenizer, size)
 
     @property
-    def num_training_rows(self) -> int:
-        """Sequences that all steps of the run learn from."""
-        return self.config.training.steps * self.config.rows_per_step(self.mesh.shape)
+    def rows_per_step(self) -> int:
+        """Sequences that one optimizer step learns from."""
+        return self.config.rows_per_step(self.mesh.shape)
 
     @cached_property
     def host_shard(self) -> HostShard:

@@ -51,7 +51,7 @@ def start_rows(
         rows.append(("batch", _batch(run)))
     else:
         steps = f"{settings.training.steps:,} steps"
-        epochs = corpus.describe_epochs(run.num_training_rows)
+        epochs = corpus.describe_epochs(settings.training.steps * run.rows_per_step)
         rows += [
             ("batch", f"{_batch(run)} a step; {steps} are {epochs}"),
             ("optimizer", _optimizer(settings, mesh)),
@@ -115,7 +115,7 @@ def _batch(run: Run) -> str:
         return f"{settings.rows_per_evaluation(run.mesh.shape):,} {tokens}"
     parts = training.gradient_accumulation_steps
     microbatches = f" in {parts} microbatches" if parts > 1 else ""
-    return f"{settings.rows_per_step(run.mesh.shape):,} {tokens}{microbatches}"
+    return f"{run.rows_per_step:,} {tokens}{microbatches}"
 
 
 def _optimizer(settings: Config, mesh: Mesh) -> str:

@@ -190,13 +190,9 @@ class Trainer:
             take = partial(self._verification.take, step)
         with self._interrupts.deferred():
             state, metrics = take(at.state, batch)
-            cursor = at.cursor.advance(self._rows_per_step)
+            cursor = at.cursor.advance(self.run.rows_per_step)
             self.position = Position(step, state, cursor)
             self._in_flight.append((step, metrics))
-
-    @property
-    def _rows_per_step(self) -> int:
-        return self.run.config.rows_per_step(self.run.mesh.shape)
 
     def _settle(self, drain: Callable[[], None]) -> bool:
         """Do what is due after a step and was not done; False where the run stops."""
@@ -280,7 +276,7 @@ class Trainer:
         """One step's batch after the other, on its devices."""
         training = self.run.config.training
         spec = batch_spec(self.run.step_config)
-        rows = self._rows_per_step
+        rows = self.run.rows_per_step
         steps = training.gradient_accumulation_steps
         shard = self.run.host_shard
         with closing(

@@ -52,7 +52,7 @@ def test_a_run_has_as_many_rows_on_every_mesh():
         count = sizes[0] * sizes[1]
         run = Run(settings, Mesh(["fsdp", "tp"], devices=range(count), shape=sizes))
         steps, rows, _ = run.abstract_batch["tokens"].shape
-        assert steps * rows == 24 == run.config.rows_per_step(run.mesh.shape)
+        assert steps * rows == 24 == run.rows_per_step
 
 
 @pytest.mark.parametrize(

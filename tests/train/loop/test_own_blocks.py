@@ -51,7 +51,7 @@ def losses(run, steps=3, microbatches=1):
         run.model, config.optimizer, jax.random.key(0), run.mesh, zero_stage=0
     )
     corpus, found = run.load_data(), []
-    batches = corpus.train(run.config.rows_per_step(run.mesh.shape))
+    batches = corpus.train(run.rows_per_step)
     for batch, _ in zip(batches, range(steps), strict=False):
         rows = {
             name: x.reshape(microbatches, -1, x.shape[-1]) for name, x in batch.items()
