@@ -61,6 +61,11 @@ class ConversationRows(PackedRows):
         self._order = np.argsort(rows, kind="stable")
         self._first = np.searchsorted(rows[self._order], np.arange(self._length + 1))
 
+    @property
+    def length_of_all(self) -> int:
+        """A sequence length that cuts none, which many devices can divide."""
+        return -(-(self.longest - 1) // 128) * 128
+
     def _window(self, index: int) -> TokenArrays:
         numbers = self._order[self._first[index] : self._first[index + 1]]
         parts = [self.stream.read(*self._range(number)) for number in numbers]
@@ -91,7 +96,8 @@ def describe_cut(title: str, sides: Sequence[ConversationRows]) -> str:
     if not cut:
         return ""
     count = sum(side.stream.num_documents for side in sides)
-    length, longest = sides[0].sequence_length, max(side.longest for side in sides)
+    length = sides[0].sequence_length
+    longest = max(sides, key=lambda side: side.longest)
     text = (
         f"{title}: {cut:,} of {count:,} conversations are longer than "
         f"training.sequence_length={length} and are cut there"
@@ -99,8 +105,8 @@ def describe_cut(title: str, sides: Sequence[ConversationRows]) -> str:
     if left_out := sum(side.num_left_out for side in sides):
         text += f", {left_out:,} of them left out: their first answer begins later"
     return (
-        f"{text}; the longest has {longest:,} tokens, so that "
-        f"training.sequence_length={longest - 1} takes all of them whole"
+        f"{text}; training.sequence_length={longest.length_of_all} takes all of them "
+        f"whole, as the longest has {longest.longest:,} tokens"
     )
 
 

@@ -414,7 +414,7 @@ def _check_text(source: Source, fraction: float) -> None:
                 f"no answer begins within a row: {source.title}",
                 got=f"training.sequence_length={rows.sequence_length}, and a first "
                 "answer begins later in each conversation",
-                fix=f"use training.sequence_length={rows.longest - 1}",
+                fix=f"use training.sequence_length={rows.length_of_all}",
             )
 
 

@@ -114,10 +114,11 @@ def test_what_is_cut_is_counted_with_what_to_set(tmp_path):
     assert source.cut == (
         f"{source.title}: 2 of 3 conversations are longer than "
         "training.sequence_length=60 and are cut there, 1 of them left out: their "
-        "first answer begins later; the "
-        f"longest has {longest} tokens, so that training.sequence_length={longest - 1} "
-        "takes all of them whole"
+        "first answer begins later; training.sequence_length=128 takes all of them "
+        f"whole, as the longest has {longest} tokens"
     )
+    (source,) = chat_corpus(tmp_path, chats, 128).sources
+    assert not source.cut
     (source,) = chat_corpus(tmp_path, chats, longest - 1).sources
     assert not source.cut
     assert len(source.train_rows) == 2  # the two long ones beside the short one
