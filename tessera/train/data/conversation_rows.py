@@ -39,7 +39,7 @@ class ConversationRows(PackedRows):
         # The last token of a row is a target only.
         most = sequence_length + 1
         self.num_learned = self.num_cut = self.num_left_out = self.longest = 0
-        begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        ranges = [np.empty((0, 2), np.int64)]
         for shard, at in zip(stream.shards, stream.begins, strict=False):
             part = shard.read(0, shard.num_tokens)
             stops = np.append(part.starts[1:], shard.num_tokens)
@@ -53,10 +53,9 @@ class ConversationRows(PackedRows):
             self.num_cut += int((kept < stops).sum())
             self.num_left_out += int(((kept < stops) & (learned == 0)).sum())
             self.longest = max(self.longest, int((stops - part.starts).max()))
-            begins.append(part.starts[learned > 0] + at)
-            ends.append(kept[learned > 0] + at)
-        self._begins, self._ends = np.concatenate(begins), np.concatenate(ends)
-        rows = _best_fit(self._ends - self._begins, most)
+            ranges.append(np.stack([part.starts, kept], 1)[learned > 0] + at)
+        self._ranges = np.concatenate(ranges)
+        rows = _best_fit(np.diff(self._ranges)[:, 0], most)
         self._length = int(rows.max(initial=-1)) + 1
         self._order = np.argsort(rows, kind="stable")
         self._first = np.searchsorted(rows[self._order], np.arange(self._length + 1))
@@ -68,20 +67,15 @@ class ConversationRows(PackedRows):
 
     def _window(self, index: int) -> TokenArrays:
         numbers = self._order[self._first[index] : self._first[index + 1]]
-        parts = [self.stream.read(*self._range(number)) for number in numbers]
-        sizes = [part.tokens.size for part in parts]
+        ranges = self._ranges[numbers].tolist()
+        parts = [self.stream.read(begin, end) for begin, end in ranges]
         masks = [
-            np.ones(part.tokens.size, bool)
-            if part.loss_mask is None
-            else part.loss_mask
+            np.ones(part.tokens.size, bool) if (m := part.loss_mask) is None else m
             for part in parts
         ]
+        starts = np.cumsum([0, *(mask.size for mask in masks[:-1])])
         tokens = np.concatenate([part.tokens for part in parts])
-        starts = np.cumsum([0, *sizes[:-1]])
         return TokenArrays(tokens, starts, np.concatenate(masks))
-
-    def _range(self, number: int) -> tuple[int, int]:
-        return int(self._begins[number]), int(self._ends[number])
 
 
 def learned_share(sides: Sequence[ConversationRows]) -> float | None:
