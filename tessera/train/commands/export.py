@@ -8,10 +8,11 @@ tessera export outputs/mine adapters --format=peft
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from tessera.train.commands.command_parser import CommandParser
 from tessera.train.commands.output_file import DTYPE_NAMES, check_output, coded_errors
 from tessera.train.runtime.exit_codes import shows_errors
 
@@ -19,7 +20,7 @@ from tessera.train.runtime.exit_codes import shows_errors
 @shows_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export what the command line asks for; the exit code."""
-    parser = ArgumentParser("tessera export", description=__doc__)
+    parser = CommandParser("tessera export", __doc__)
     parser.add_argument("checkpoint", help="a run, its checkpoints, or one of them")
     parser.add_argument("file", help="where to, such as weights.safetensors")
     parser.add_argument(

@@ -11,12 +11,13 @@ of JSON with its prompt and its text, in the order of the prompts.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.errors import DataNotFoundError, OperandError
+from tessera.train.commands.command_parser import CommandParser
 from tessera.train.commands.output_file import DTYPE_NAMES
 from tessera.train.runtime.exit_codes import shows_errors
 
@@ -36,11 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "tessera generate",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("tessera generate", __doc__)
     add = parser.add_argument
     add("model", help="a run, its checkpoints, one of them, or a folder")
     add("--module", action="append", default=[], help="imported first; repeatable")

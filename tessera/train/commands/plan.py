@@ -9,10 +9,11 @@ The settings are those of `tessera train`; what they set is not searched.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from tessera.train.commands.command_parser import CommandParser
 from tessera.train.commands.output_file import check_output
 from tessera.train.runtime.exit_codes import shows_errors
 
@@ -32,11 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "tessera plan",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("tessera plan", __doc__)
     add = parser.add_argument
     add("words", nargs="*", metavar="setting=value", help="as of tessera train")
     add("--module", action="append", default=[], help="imported first; repeatable")

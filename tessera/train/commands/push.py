@@ -9,7 +9,7 @@ push has left of a model's files is replaced as a whole, in one commit.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,6 +22,7 @@ from tessera.errors import (
     TesseraError,
 )
 from tessera.errors.untrusted_text import printable
+from tessera.train.commands.command_parser import CommandParser
 from tessera.train.files.hub import (
     PREFIX,
     WEIGHT_FILES,
@@ -71,11 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "tessera push",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("tessera push", __doc__)
     add = parser.add_argument
     add("folder", type=Path, help="what tessera export --format=hf or peft wrote")
     add("repo", help="<your name, or an organization>/<name>")

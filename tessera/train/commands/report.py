@@ -8,10 +8,11 @@ Without --output it is report.html in the folder of the first run.
 """
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from tessera.train.commands.command_parser import CommandParser
 from tessera.train.runtime.exit_codes import shows_errors
 
 
@@ -29,11 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "tessera report",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("tessera report", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="run", help="the folder of a run")
     add("--output", type=Path, metavar="FILE", help="the HTML file")
