@@ -47,6 +47,7 @@ _OTHERS = {
     "sample chat infer inference run predict": "write tessera generate <run or folder> "
     "'A prompt'; --chat answers it",
     "merge convert save": "write tessera export <run> <folder> --format=hf",
+    "serve": "write tessera export <run> <folder> --format=hf; vllm serve <folder>",
     "upload": "write tessera push <exported folder> <your name>/<name>",
     "config": "write tessera train --print-config",
 }

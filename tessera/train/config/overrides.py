@@ -131,10 +131,12 @@ def assign(
             yield unknown_key(error, text)
         # Lists in lists in lists are recursion to OmegaConf.
         except (OmegaConfBaseException, RecursionError) as error:
+            is_whole = isinstance(value, float) and value.is_integer()
             yield SettingValueError(
                 f"{key} does not take this value",
                 got=f"{text}: {_first_line(error)}",
                 fix=_FORMS.get(key)
+                or (f"write {key}={value:.0f}" if is_whole else "")
                 or "give a value of the type that --help shows, or set one setting at "
                 "a time",
             )

@@ -159,7 +159,7 @@ class TrainingConfig:
     remat: Any = setting(  # noqa: RUF009 - it gives a field
         "named",
         test=_names_policies,
-        legal="one name, a list with one for each layer, or "
+        legal="none, named, dots, full or auto, a list with one for each layer, or "
         "{global: full, local: none}",
     )
     loss_chunk: int | str = setting(
@@ -189,7 +189,7 @@ class TrainingConfig:
     keep: int | None = setting(3, least=1, most=MOST_COUNT)
     resume: str = setting(
         "none",
-        test=lambda text: text and "\0" not in text,
+        test=lambda text: text not in ("", "True", "False") and "\0" not in text,
         legal="none, auto, or the folder of a run",
     )
     resume_data: str = setting("exact", choices=RESUME_DATA)
