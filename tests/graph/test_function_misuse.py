@@ -101,7 +101,7 @@ def test_the_argument_that_may_be_a_key_is_not_split_by_what_an_error_says():
     with pytest.raises(UndecidedRoleError) as caught:
         step(X, X, jax.random.PRNGKey(0))
     text = str(caught.value)
-    assert "['w', 'x'])" in text
+    assert "which of 'w', 'x' are what" in text
     assert "'key' looks like a raw PRNG key" in text
 
 
