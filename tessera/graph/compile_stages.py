@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,6 +31,7 @@ from tessera.graph.tracer.arguments import (
     flatten_args,
     values_of,
 )
+from tessera.graph.tracer.closure_changes import Closure
 from tessera.graph.tracer.tracer import Trace
 from tessera.graph.tracer.write_back import check_no_alias, write_back
 from tessera.jax_compat import jaxprs
@@ -57,11 +58,13 @@ class Traced(OfArguments):
       call: The arguments, flattened.
       origin: The graph as traced, its parameters and the tree of its result.
       skip_passes: Passes to leave out, by name.
+      closure: The arrays that the step closes over, and where it does.
     """
 
     call: Call
     origin: Trace
     skip_passes: Collection[str] = ()
+    closure: Closure = field(default_factory=Closure)
 
     @cached_property
     def passes(self) -> tuple[PassRecord, ...]:

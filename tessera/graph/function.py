@@ -211,6 +211,7 @@ class Function:
         values = values_of(args, kwargs) if traced.origin.writes else ()
         _ran.append(self._weak)
         parameters = self._parameters(traced) if traced.origin.parameters else ()
+        traced.closure.warn(self.options.name)
         result = compiled.run(arrays, parameters, values)
         self._recent = program
         return result
@@ -250,13 +251,12 @@ class Function:
         closure = Closure(self.body, *statics)
         with changes_explained(), methods_explained():
             try:
-                traced = Traced(call, trace(body, call, options), self.skip_passes)
+                found = trace(body, call, options)
             except (UnconnectedGradientError, jax.errors.UnexpectedTracerError):
-                closure.check(None)  # it was traced twice, and read its own results
+                closure.check()  # it was traced twice, and read its own results
                 raise
-        origin = traced.origin
-        closure.check((*origin.graph.captured, *origin.parameters.values()))
-        return traced
+        closure.keep((*found.graph.captured, *found.parameters.values()))
+        return Traced(call, found, self.skip_passes, closure)
 
     def _key(self, call: Call) -> Any:
         return (context_key(), call.key())

@@ -7,7 +7,7 @@ value: another value is another program.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import jax
@@ -335,7 +335,9 @@ def _static(name: str, leaf: Any) -> StaticValue:
             f"argument {name!r} can be neither traced nor held static",
             got=f"{_kind_of(leaf)}, which is no array and has no hash",
             fix="pass an array, or a value that hashes: a number, a string, a tuple, "
-            "a frozen dataclass, a function",
+            "a frozen dataclass, a function"
+            + "\nor register it, so that its arrays are traced: "
+            "jax.tree_util.register_dataclass" * is_dataclass(leaf),
         ) from None
 
 

@@ -1,78 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a step that replaces arrays which it reads and is not given.
+"""Finds arrays that a step reads, is not given, and that are replaced by others.
 
-``model.w = model.w - 0.1 * slope`` of a ``model`` that the step closes over runs once,
-while the step is traced. Its program keeps the first ``w``, and never trains.
+``model.w = model.w - slope`` in a step that closes over ``model`` runs once, while it
+is traced. Outside it runs each time, but the program of the step keeps the first ``w``.
+Either way nothing would be trained.
 """
 
-import functools
-from collections.abc import Iterable, Iterator
-from types import CellType, FunctionType, MethodType
-from typing import Any, Final
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, NamedTuple, Self
 
-import jax
 import numpy as np
 
-from tessera.errors import WriteBackError
-from tessera.graph.tracer.control_flow.own_objects import content, is_compared
+from tessera.errors import TesseraWarning, WriteBackError
+from tessera.graph.tracer.control_flow.own_objects import (
+    CONTAINERS,
+    content,
+    is_compared,
+    parts,
+)
 from tessera.graph.tracer.control_flow.user_code import is_user_function
 from tessera.graph.tracer.static_values import global_names
 from tessera.jax_compat import jaxprs
 from tessera.shard import ARRAYS
+from tessera.tracing.object_arguments import is_object
 
 # Longer containers are data: what is in them is not looked at.
 _LONGEST: Final = 1000
+_FIX: Final = (
+    "pass them as an argument, and return the new ones or assign into it: "
+    "state['w'] = state['w'] - 0.1 * slopes['w']"
+)
+
+
+class _Entry(NamedTuple):
+    """What a variable, an attribute or an item was, and how to read and assign it."""
+
+    name: str
+    key: Any
+    value: Any
+    read: Callable[[Any], Any]
+    assign: Callable[[Any, Any], None]
+
+    @classmethod
+    def of(cls, name: str, holder: Any, key: Any, value: Any) -> Self:
+        if isinstance(holder, (dict, list)):
+            return cls(name, key, value, holder.__getitem__, holder.__setitem__)
+        both = partial(getattr, holder), partial(object.__setattr__, holder)
+        return cls(name, key, value, *both)
+
+    def now(self) -> Any:
+        with suppress(LookupError, AttributeError, ValueError):  # it may be deleted
+            return self.read(self.key)
 
 
 class Closure:
     """What functions and static values refer to before they are traced."""
 
     def __init__(self, *roots: Any) -> None:
-        self._entries = [*_entries([*roots])]
+        self._entries: Sequence[_Entry] = [*_entries([*roots])]
 
-    def check(self, captured: Iterable[Any] | None) -> None:
-        """Refuse what the trace has replaced, and put it back.
-
-        Args:
-          captured: The arrays that the program keeps; None where the trace has failed.
+    def keep(self, captured: Iterable[Any]) -> None:
+        """Look at the arrays that the program keeps, and no more at others.
 
         Raises:
-          WriteBackError: [T320] one of them was replaced by a traced array.
+          WriteBackError: [T320] one of them was replaced in the trace.
         """
-        kept = None if captured is None else {id(array) for array in captured}
-        holders = {id(holder): holder for _, holder, *_ in self._entries}
-        held = {number: content(holder) for number, holder in holders.items()}
-        replaced = [
-            (name, holder, key, value)
-            for name, holder, key, value in self._entries
-            if (now := held[id(holder)].get(key)) is not value
-            and any(isinstance(leaf, jaxprs.Tracer) for leaf in jax.tree.leaves(now))
-            and any(_is_in(kept, leaf) for leaf in jax.tree.leaves(value))
+        kept = {id(array): array for array in captured}
+        copies = [array for array in kept.values() if isinstance(array, np.ndarray)]
+
+        def is_kept(leaf: Any) -> bool:
+            if isinstance(leaf, np.ndarray):  # of these a program has copies
+                return any(np.array_equal(leaf, copy) for copy in copies)
+            return id(leaf) in kept
+
+        self._entries = [
+            e for e in self._entries if any(map(is_kept, _arrays(e.value)))
         ]
-        for _, holder, key, value in replaced:
-            if isinstance(holder, (dict, list)):
-                holder[key] = value
-            else:
-                is_cell = isinstance(holder, CellType)
-                object.__setattr__(holder, "cell_contents" if is_cell else key, value)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what the trace has replaced by traced arrays, and put it back.
+
+        Raises:
+          WriteBackError: [T320] there is such an array.
+        """
+        replaced = [
+            e for e in self._replaced() if any(map(_is_traced, _arrays(e.now())))
+        ]
+        for each in replaced:
+            each.assign(each.key, each.value)
         if replaced:
             raise WriteBackError(
                 "the step replaces arrays that it is not given, and later calls would "
                 "read the first ones again",
-                got=", ".join(dict.fromkeys(name for name, *_ in replaced)),
-                fix="pass them as an argument, and return the new ones or assign into "
-                "it: state['w'] = state['w'] - 0.1 * slopes['w']",
+                got=_names(replaced),
+                fix=_FIX,
             )
 
+    def warn(self, function: str) -> None:
+        """Warn once if the arrays of a program were replaced since its trace.
 
-def _is_in(kept: set[int] | None, leaf: Any) -> bool:
-    # A program keeps copies of NumPy's arrays.
-    is_kept = kept is None or id(leaf) in kept or isinstance(leaf, np.ndarray)
-    return isinstance(leaf, ARRAYS) and is_kept
+        Warns:
+          TesseraWarning: A call reads the first ones.
+        """
+        try:  # once for each call: as fast as can be
+            if all(read(key) is value for _, key, value, read, _ in self._entries):
+                return
+        except (LookupError, AttributeError, ValueError):
+            pass
+        if replaced := self._replaced():
+            self._entries = ()
+            text = f"{function!r} reads {_names(replaced)} as of its first call, and "
+            text += f"another array is there now: {_FIX}"
+            warnings.warn(text, TesseraWarning, stacklevel=7)
+
+    def _replaced(self) -> list[_Entry]:
+        return [each for each in self._entries if each.now() is not each.value]
 
 
-def _entries(waiting: list[Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Variables, attributes and items within reach: name, holder, key and value.
+def _names(entries: Iterable[_Entry]) -> str:
+    return ", ".join(dict.fromkeys(each.name for each in entries))
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, jaxprs.Tracer)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    """The arrays in a tree of whatever there may be in a program of Python."""
+    seen, waiting = dict[int, Any](), [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ARRAYS):
+            yield each
+        elif id(each) not in seen:
+            seen[id(each)] = each
+            waiting += parts(each)
+
+
+def _entries(waiting: list[Any]) -> Iterator[_Entry]:
+    """Variables, attributes and items within reach.
 
     Functions are followed to what they close over and name in their module, objects of
     the user's classes to their attributes.
@@ -83,28 +155,28 @@ def _entries(waiting: list[Any]) -> Iterator[tuple[str, Any, Any, Any]]:
         if id(value) in seen or isinstance(value, ARRAYS):
             continue
         seen[id(value)] = value
-        found = list[tuple[str, Any, Any, Any]]()
+        found = list[_Entry]()
         if isinstance(value, MethodType):
             waiting += value.__self__, value.__func__
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, partial):
             waiting += value.func, value.args, value.keywords
         elif isinstance(value, FunctionType):
-            for name, cell in zip(
-                value.__code__.co_freevars, value.__closure__ or (), strict=False
-            ):
-                found += [(name, cell, *each) for each in content(cell).items()]
+            names, own = value.__code__.co_freevars, value.__globals__
+            for name, cell in zip(names, value.__closure__ or (), strict=False):
+                for each in content(cell).values():
+                    found.append(_Entry.of(name, cell, "cell_contents", each))
             names = global_names(value.__code__) if is_user_function(value) else ()
-            own = value.__globals__
-            found += [(name, own, name, own[name]) for name in names if name in own]
+            found += [_Entry.of(n, own, n, own[n]) for n in names if n in own]
             waiting.append(value.__dict__.get("__wrapped__"))
-        elif isinstance(value, (tuple, dict, list)) and len(value) > _LONGEST:
+        elif isinstance(value, (tuple, *CONTAINERS)) and len(value) > _LONGEST:
             continue
-        elif isinstance(value, tuple):
+        elif isinstance(value, (tuple, set, deque)):
             waiting += value
-        elif is_compared(value):
+        elif is_compared(value) or is_object(value):
             of = "" if isinstance(value, (dict, list)) else f"{type(value).__name__}."
-            found = [(f"{of}{k}", value, k, each) for k, each in content(value).items()]
+            entries = content(value).items()
+            found = [_Entry.of(f"{of}{key}", value, key, each) for key, each in entries]
         elif isinstance(own := getattr(value, "__dict__", None), dict):
             waiting.append(own.get("__wrapped__"))  # as a jitted function has
-        waiting += [each for *_, each in found]
+        waiting += [each.value for each in found]
         yield from found

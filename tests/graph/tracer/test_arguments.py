@@ -83,6 +83,15 @@ def test_what_is_neither_array_nor_hashable_is_refused_by_its_path():
     )
 
 
+def test_a_dataclass_of_arrays_is_to_be_registered():
+    @dataclass
+    class State:
+        w: jax.Array
+
+    with pytest.raises(ArgumentError, match=r"jax\.tree_util\.register_dataclass"):
+        apart(State(X))
+
+
 # --- when two calls are alike
 
 

@@ -4,12 +4,14 @@
 ``jax.jit`` leaves a traced value behind and trains nothing, without a word.
 """
 
+import collections
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tessera as ts
 from tessera import dist
@@ -102,9 +104,46 @@ def test_what_is_written_before_it_is_read_changes_no_result():
     assert [float(ts.function(model.forward)(X)) for _ in range(2)] == [33.0, 33.0]
 
 
-def test_a_module_of_flax_that_is_closed_over_is_to_be_passed():
-    from flax import nnx
+class Slots:
+    __slots__ = ("w",)
 
+
+@pytest.mark.parametrize("kind", [Model, Slots])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_what_is_replaced_between_calls_is_named_once(kind, is_given):
+    """The program keeps the first array, as one of ``jax.jit`` does."""
+    holder = kind.__new__(kind)
+    holder.w = jnp.ones(4)
+    step = ts.function(lambda x, of=None: jnp.sum(x @ (of or holder).w))
+    given = [holder] if is_given else []
+    first = step(X, *given)
+    step(X, *given)
+    holder.w = holder.w * 2
+    with pytest.warns(ts.TesseraWarning, match=r"w as of its first call") as caught:
+        assert step(X, *given) == first
+    assert caught[0].filename == __file__
+    step(X, *given)
+    step.clear_cache()
+    assert step(X, *given) == 2 * first
+
+
+def test_whatever_else_a_step_closes_over_may_change():
+    box = {1: jnp.ones(4), "b": {3}, None: collections.deque([jnp.ones(4)])}
+    box["itself"], box["rest"] = [box], iter([jnp.ones(4)])  # no pytrees of JAX
+    data, w = np.ones((8, 4), np.float32), jnp.ones(4)
+
+    @ts.function
+    def step(x):
+        box[2] = x
+        return jnp.sum(x @ w) if data is not None and box["b"] else x
+
+    step(X)
+    data = data * 2
+    box[1] = box[None].pop()
+    step(X)
+
+
+def test_a_module_of_flax_that_is_closed_over_is_to_be_passed():
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
 
     @ts.function

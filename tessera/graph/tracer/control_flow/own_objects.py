@@ -163,11 +163,12 @@ def mutable_objects(values: Iterable[Any]) -> dict[int, Any]:
             continue
         if is_compared(value) or is_iterator(value):
             found[id(value)] = value
-        waiting += _parts(value)
+        waiting += parts(value)
     return found
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def parts(value: Any) -> Iterable[Any]:
+    """The values in a container or a node of a pytree."""
     if isinstance(value, dict):
         return dict.values(value)
     if isinstance(value, (list, tuple, deque)):
