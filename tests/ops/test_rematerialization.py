@@ -199,6 +199,7 @@ class Checkpointed(nnx.Module):
         self.layer1 = nnx.Linear(16, 8, rngs=rngs)
         self.layer2 = nnx.Linear(8, 4, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.noise = nnx.Dropout(0.1, rngs=rngs)
 
     def activate(self, x):
         return self.dropout(jnp.tanh(x))
@@ -206,6 +207,7 @@ class Checkpointed(nnx.Module):
     def __call__(self, x, apply):
         x = apply(self.layer1, x)
         x = apply(self.activate, x)
+        x = apply(self.noise, x)
         return self.layer2(x)
 
 
@@ -219,15 +221,17 @@ def test_a_layer_that_is_called_at_once_is_computed_again():
         model = Checkpointed(nnx.Rngs(0))
         step = ts.function(lambda model, x: losses(model, x, apply))
         found = step(model, X)
-        count = model.dropout.rngs.count.get_value()
-        return found, count, str(step.trace(model, X).graph.program)
+        counts = [
+            int(each.rngs.count.get_value()) for each in (model.dropout, model.noise)
+        ]
+        return found, counts, str(step.trace(model, X).graph.program)
 
-    expected, count, plain = trained(lambda layer, x: layer(x))
-    found, count_again, again = trained(ts.checkpoint)
+    expected, counts, plain = trained(lambda layer, x: layer(x))
+    found, counts_again, again = trained(ts.checkpoint)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected
     )
-    assert count == count_again == 1  # the module's state changes once
+    assert counts == counts_again == [1, 1]  # the module's state changes once
     assert again.count(" tanh ") == 2 * plain.count(" tanh ") == 2
 
 

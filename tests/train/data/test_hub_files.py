@@ -60,6 +60,21 @@ def test_the_card_says_which_files_are_of_a_split(hub):
     assert files(subset="other") == ["other/a.jsonl", "other/b/c.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [(["plain"], "0.jsonl"), (["plain", "default"], "1.jsonl")],
+)
+def test_the_subset_is_the_only_one_or_that_named_default(hub, names, found):
+    entries = [
+        f"- {{config_name: {name}, data_files: {number}.jsonl}}\n"
+        for number, name in enumerate(names)
+    ]
+    card = f"---\nconfigs:\n{''.join(entries)}---\n".encode()
+    repo = hub.repos["datasets/org/set"]
+    repo.push({"README.md": card, "0.jsonl": ROWS, "1.jsonl": ROWS})
+    assert files() == [found]
+
+
 def test_files_of_other_splits_are_not_downloaded(hub):
     files()
     needed = ["README.md", "data/train-0.jsonl", "data/train-1.jsonl"]
