@@ -122,7 +122,7 @@ def test_other_suffixes_are_read_if_the_format_is_named(hub):
 
 def test_nothing_is_inferred_from_the_names_of_files(hub):
     repo = hub.repos["datasets/org/set"]
-    repo.push({"README.md": b"# No card", **FILES})
+    repo.push({"README.md": b"# No card\n" + CARD, **FILES})
     with pytest.raises(DataNotFoundError) as caught:
         files()
     assert "README.md does not say which files" in caught.value.got

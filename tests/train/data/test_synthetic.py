@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.errors import TokenizerError
+from tessera.errors import SettingValueError, TokenizerError
 from tessera.train.data.data_config import SyntheticConfig
 from tessera.train.data.synthetic import SyntheticTokenizer, make_documents
 
@@ -30,6 +30,13 @@ def test_there_are_as_many_tokens_as_asked_for_and_all_are_legal(size, count, se
 def test_the_tokens_are_the_same_on_every_machine_and_numpy():
     digest = hashlib.blake2b(tokens(tokens=10_000).tobytes(), digest_size=8)
     assert digest.hexdigest() == "daeb32ec0cea629a"
+
+
+def test_more_tokens_than_the_memory_holds_are_refused():
+    with pytest.raises(SettingValueError) as caught:
+        tokens(tokens=10**15)
+    most = int(caught.value.fix.removesuffix(" at most").rpartition("=")[2])
+    assert 10**6 < most < 10**15
 
 
 def test_seeds_give_other_tokens():
