@@ -2,7 +2,6 @@
 """The report of a run, or of several compared: one HTML file that loads nothing.
 
     run_files                       what a run's folder says, also if lines are cut
-    downsample                      fewer points that keep every spike
     markup, charts                  escaped HTML, and charts by Plotly with their text
     summary, curves, history,
     configuration                   the sections

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.train.report.downsample import downsample
+from tessera.train.report.charts import downsample
 
 
 def test_a_short_curve_stays_as_it_is():
