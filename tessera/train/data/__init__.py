@@ -3,18 +3,23 @@
 
 data_config    the settings
 files          finds files
-units          cuts files into train and validation, and into parts for workers
+hub_files      finds files of a data set of the Hub
+file_ranges    cuts files into train and validation, and into parts for workers
 records        reads the texts or conversations of a part
 record_values  checks texts and conversations
-tables         reads a column of Parquet and Arrow files
-parquet_pages  sizes of pages before they are read
+table_files    reads columns of Parquet files
 tokenization   text -> ids and back
 tokenizer_folder
                special tokens and chat template, as Hugging Face stores them
 chat_template  conversations -> text, and where the answers are
+template_process, worker_process
+               templates and readers in processes of limited memory and time
+chat_prompts   conversations that a model answers
+text_stream    text from tokens that arrive one by one
 vocabulary     checks ids against the model's vocabulary
 encoding       records -> ids
-extras         imports optional libraries
+optional_libraries
+               imports extras
 synthetic      generates ids without text
 packing        documents -> one token stream -> rows
 conversation_rows

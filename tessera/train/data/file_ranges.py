@@ -141,6 +141,12 @@ class Unit:
         return lines
 
 
+def decompressed_name(name: str) -> str:
+    """The name of a file without the suffix of its compression, in lower case."""
+    name = name.lower()
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
 @contextmanager
 def _decompressed(path: Path, compression: str) -> Iterator[BinaryIO]:
     if compression == ".gz":
@@ -259,14 +265,10 @@ def _text_boundary(unit: Unit, offset: int, near: int) -> int:
         rest = stream.read(4)
     if line.endswith(b"\n"):
         return offset + len(line)
-    return offset + _continuation_bytes(line + rest)
-
-
-def _continuation_bytes(content: bytes) -> int:
-    """How many bytes of ``content`` belong to a UTF-8 character that began before."""
-    first = content[:4]
+    # Bytes at the start that continue a character of UTF-8.
+    first = (line + rest)[:4]
     starts = (i for i, byte in enumerate(first) if byte & 0xC0 != 0x80)
-    return next(starts, len(first))
+    return offset + next(starts, len(first))
 
 
 def divide(unit: Unit, unit_bytes: int = _UNIT_BYTES) -> list[Unit]:

@@ -29,6 +29,7 @@ from tessera.train.data.file_ranges import (
     JSON_LINES,
     TEXT,
     Unit,
+    decompressed_name,
     divide,
     split,
 )
@@ -189,18 +190,13 @@ def list_files(path: str, format_setting: str = "auto") -> list[Unit]:
 def _format(unit: Unit, setting: str) -> str:
     if setting != "auto":
         return setting
-    suffix = PurePath(_decompressed_name(unit.name)).suffix
+    suffix = PurePath(decompressed_name(unit.name)).suffix
     if suffix in _REFUSED.split():
         raise not_text(unit, f"another format, by its suffix {suffix}")
     kind = _FORMATS.get(suffix, TEXT)
     if kind == PARQUET and unit.compression:
         raise not_text(unit, "a compressed table, by its suffixes")
     return kind
-
-
-def _decompressed_name(name: str) -> str:
-    name = name.lower()
-    return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def _files_at(path: Path) -> list[Unit]:
@@ -227,7 +223,7 @@ def _walk(
         paths += [
             Path(folder, name)
             for name in files
-            if _decompressed_name(name).endswith(suffixes) and name[0] != "."
+            if decompressed_name(name).endswith(suffixes) and name[0] != "."
         ]
     return iter(_each_file_once(root, paths))
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from tessera.errors import DataNotFoundError
 from tessera.errors.untrusted_text import printable
-from tessera.train.data.file_ranges import COMPRESSIONS
+from tessera.train.data.file_ranges import decompressed_name
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.files.hub import CARD_FILES, HubName
 
@@ -144,9 +144,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 
 def _has_suffix(file: str) -> bool:
-    for compression in COMPRESSIONS:
-        file = file.removesuffix(compression)
-    return file.endswith(_SUFFIXES)
+    return decompressed_name(file).endswith(_SUFFIXES)
 
 
 def _not_in_card(

@@ -26,16 +26,12 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
     runtime, model = composed.config.runtime, composed.config.model
     is_own = model.definition != DECODER
     modules = (*composed.modules, *((model.definition,) if is_own else ()))
+    is_dry = composed.config.training.dry_run
     return joined(
-        Cluster(source="a dry run")
-        if composed.config.training.dry_run
-        else detect(os.environ),
-        {
-            "configuration": composed.flat,
-            "modules": module_fingerprint(modules),
-        },
+        Cluster(source="a dry run") if is_dry else detect(os.environ),
+        {"configuration": composed.flat, "modules": module_fingerprint(modules)},
         shared=str(composed.output_dir.absolute()),
-        claim=None if composed.config.training.dry_run else lock,
+        claim=None if is_dry else lock,
         platform=runtime.platform,
         timeouts=Timeouts(
             runtime.rendezvous_timeout,
