@@ -89,15 +89,16 @@ def differing(runs: Sequence[RunFiles]) -> list[str]:
 
 def environment(runs: Sequence[RunFiles]) -> Html:
     """Versions, devices and host of each attempt."""
-    rows: list[tuple[object, ...]] = []
-    columns: dict[str, None] = {}
-    starts = [(run.name, event) for run in runs for event in run.of_kind("start")]
-    for _, event in starts:
-        columns |= dict.fromkeys(_of_attempt(event))
-    for name, event in starts:
-        values = _of_attempt(event)
-        attempt = event.get("attempt", 0)
-        rows.append((name, attempt, *(values.get(column, "–") for column in columns)))
+    attempts = [
+        (run.name, event.get("attempt", 0), _of_attempt(event))
+        for run in runs
+        for event in run.of_kind("start")
+    ]
+    columns = dict.fromkeys(name for *_, values in attempts for name in values)
+    rows = [
+        (name, attempt, *(values.get(column, "–") for column in columns))
+        for name, attempt, values in attempts
+    ]
     if not rows:
         return paragraph("No start was recorded, so that the machine is unknown.")
     return table("Attempts", ("run", "attempt", *columns), rows)
