@@ -51,13 +51,9 @@ class HubCommits:
             as ``HubName.pin`` does.
           MissingLibraryError: [T511] as ``HubName.pin`` does.
         """
-        used = sorted(
-            {
-                str(one.revision)
-                for one in self._used
-                if (one.repo, one.is_dataset) == (name.repo, name.is_dataset)
-            }
-        )
+        kind = name.repo, name.is_dataset
+        same = [one for one in self._used if (one.repo, one.is_dataset) == kind]
+        used = sorted({str(one.revision) for one in same})
         if name.revision is None and len(used) == 1:
             return replace(name, revision=used[0])
         pinned = name.pin()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from inspect import getdoc
 from types import UnionType
@@ -236,8 +236,7 @@ def describe(cls: type) -> Iterator[Description]:
         hint = hints[one.name]
         if is_dataclass(hint) and isinstance(hint, type):
             for inner in describe(hint):
-                name = f"{one.name}.{inner.name}"
-                yield Description(name, inner.type, inner.default, inner.meaning)
+                yield replace(inner, name=f"{one.name}.{inner.name}")
             continue
         default = default_of(one)
         shown = "" if default is MISSING else as_yaml(default)
