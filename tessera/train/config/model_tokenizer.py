@@ -25,9 +25,7 @@ def tokenizer_of(config: Config, folder: str | None) -> str | None:
 def tokenizer_notes(config: Config, folder: str | None) -> list[str]:
     """A line for the log if the tokenizer is not that of the weights."""
     name, weights = config.data.tokenizer, _folder_of_weights(config, folder)
-    if name is None or weights is None:
-        return []
-    if name == weights:
+    if name is None or weights is None or name == weights:
         return []
     own = os.path.join(local_path(weights), TOKENIZER_FILE)
     chosen = os.path.expanduser(local_path(name))

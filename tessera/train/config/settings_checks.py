@@ -5,7 +5,6 @@ Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what nee
 """
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from operator import itemgetter
 from typing import Final
 
@@ -31,8 +30,6 @@ from tessera.train.config.setting_fields import as_yaml, collected, problems_of
 from tessera.train.data import data_config
 from tessera.train.loop.precision import precision_of
 
-# More than any machine has.
-_MOST_DEVICES: Final = 2**20
 # Numbers of one array: 256 PB in f32, below where the compiler's 64 bits overflow.
 _MOST_ELEMENTS: Final = 2**56
 
@@ -75,12 +72,6 @@ def _read_mesh(model: ModelConfig) -> dict[str, int]:
         )
     axes = checked_axes(model.mesh_shape[1])
     sizes = [max(size, 1) for size in checked_shape(model.mesh_shape[0], axes)]
-    if prod(sizes) > _MOST_DEVICES:
-        raise MeshShapeError(
-            "the mesh has more devices than any machine",
-            got=f"{got}: {prod(sizes)} devices",
-            fix=f"use sizes whose product is at most {_MOST_DEVICES}",
-        )
     if unknown := [axis for axis in axes if axis not in MESH_AXES]:
         raise UnknownAxisError(
             f"the model has no use for mesh axes {', '.join(map(repr, unknown))}",
