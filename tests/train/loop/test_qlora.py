@@ -240,7 +240,7 @@ def test_a_step_is_that_of_lora_on_the_dequantized_weights(
 def test_devices_gather_codes_and_not_weights(folder: Path) -> None:
     gathered = {
         kind: run_of(folder, *MESHES["fsdp"], f"model.lora.quantize_base={kind}")
-        .compiled.collectives.totals[("fsdp",), "all-gather"]
+        .compiled.collectives.totals()[("fsdp",), "all-gather"]
         .nbytes
         for kind in ("none", "nf4")
     }
