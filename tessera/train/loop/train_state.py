@@ -49,6 +49,7 @@ def init_state(
     key: jax.Array,
     mesh: Mesh,
     *,
+    params: Tree | None = None,
     zero_stage: int = 0,
     offload_optimizer: bool = False,
 ) -> TrainState:
@@ -59,6 +60,7 @@ def init_state(
       optimizer: Whose state.
       key: The same key gives the same numbers on every mesh.
       mesh: Where it lies.
+      params: Its parameters in their layouts; None initializes them.
       zero_stage: What is split over ``dp``; see ``Zero``.
       offload_optimizer: Whether the optimizer's state lies in the memory of the host.
 
@@ -66,7 +68,8 @@ def init_state(
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
     """
     specs = state_specs(model, optimizer, mesh, zero_stage=zero_stage)
-    params = model.init(key, mesh, layouts=specs.params)
+    if params is None:
+        params = model.init(key, mesh, layouts=specs.params)
     shapes = jax.eval_shape(optimizer.init, model.trained(params))
     moments_at = optimizer_offload.shardings(
         mesh.jax, specs.optimizer, shapes, on_host=offload_optimizer

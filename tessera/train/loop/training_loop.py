@@ -254,22 +254,22 @@ class Trainer:
             self._saved = metadata.step
             self._validated = metadata.step - (not metadata.is_validated)
             return Position(metadata.step, state, cursor)
+        key, params = jax.random.key(run.config.training.seed), None
+        if (path := run.config.training.init_from) is not None:
+            at = {"layouts": run.step_config.zero.params}
+            new = run.model.init(key, run.mesh, **at, only=run.model.adapters)
+            params = import_weights(path, run.model, run.mesh, **at, adapters=new)
+            self._validated = -1  # also before the first step: what the weights are
         state = init_state(
             run.model,
             run.step_config.optimizer,
-            jax.random.key(run.config.training.seed),
+            key,
             run.mesh,
+            params=params,
             zero_stage=run.step_config.zero_stage,
             offload_optimizer=run.step_config.offload_optimizer,
         )
         state = replace(state, **run.fresh_parts())
-        if (path := run.config.training.init_from) is not None:
-            layouts = run.step_config.zero.params
-            params = import_weights(
-                path, run.model, run.mesh, layouts=layouts, adapters=state.params
-            )
-            state = replace(state, params=params)
-            self._validated = -1  # also before the first step: what the weights are
         return Position(0, state, Cursor.start(self.corpus))
 
     def _batches(self, start_row: int) -> Generator[Any, None, None]:

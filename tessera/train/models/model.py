@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from tessera.errors import AxisReusedError, ParameterTreeError, ShardDivisibilityError
 from tessera.foundations.labels import IGNORE_INDEX
-from tessera.foundations.tree import Tree, named_leaves, path_name
+from tessera.foundations.tree import Tree, named_leaves, nest, path_name
 from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.ops.losses import cross_entropy
 from tessera.shard import ShardSpec
@@ -377,6 +377,7 @@ class Model(ABC):
         mesh: AnyMesh | None = None,
         *,
         layouts: Tree | None = None,
+        only: frozenset[str] | None = None,
     ) -> Tree:
         """Initialize float32 parameters, each shard on its own device.
 
@@ -385,6 +386,7 @@ class Model(ABC):
             last bit.
           mesh: Their mesh; None is the default device.
           layouts: PartitionSpecs other than ``layouts(mesh)``.
+          only: Names of the parameters that are wanted; None is all.
 
         Raises:
           AbstractMeshError: [T105] this machine lacks some of the devices.
@@ -392,12 +394,19 @@ class Model(ABC):
           ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
         """
         shardings, mesh = None, as_mesh(mesh)
+
+        def wanted(tree: Tree) -> Tree:
+            if only is None:
+                return tree
+            leaves = named_leaves(tree).items()
+            return nest({name: leaf for name, leaf in leaves if name in only})
+
         if mesh is not None:
             layouts = self.layouts(mesh) if layouts is None else layouts
-            shardings = jax.tree.map(partial(NamedSharding, mesh.jax), layouts)
+            shardings = jax.tree.map(partial(NamedSharding, mesh.jax), wanted(layouts))
 
         def make(key: jax.Array) -> Tree:
-            return self.stored(self.new_params(key))
+            return wanted(self.stored(self.new_params(key)))
 
         return jax.jit(make, out_shardings=shardings)(key)
 

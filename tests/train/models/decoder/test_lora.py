@@ -69,6 +69,16 @@ def test_new_adapters_change_nothing_and_leave_the_weights_as_they_are() -> None
     assert len(np.unique(a)) == a.size
 
 
+@pytest.mark.slow(reason="it initializes two models")
+def test_adapters_alone_are_those_of_the_whole_model() -> None:
+    model = DecoderModel(with_lora(SMALL, rank=2))
+    whole = named_leaves(model.init(jax.random.key(5)))
+    alone = named_leaves(model.init(jax.random.key(5), only=model.adapters))
+    assert alone.keys() == model.adapters
+    for name, value in alone.items():
+        np.testing.assert_array_equal(value, whole[name], name)
+
+
 def test_dims_are_those_of_the_matmul_and_the_rank() -> None:
     model = DecoderModel(with_lora(SMALL, rank=2))
     names = model.dim_names()["decoder"]["attention"]
