@@ -26,6 +26,10 @@ _WITHOUT_COMPILER: Final = (
     "small model at 2048 tokens and more for longer rows, and memory up to a tenth too "
     "low. Layouts are ranked by these times.\nFor good ones: "
 )
+_WITHOUT_BLOCKS: Final = (
+    "\nThe model has no register_model(blocks=), so memory lacks what its layers keep "
+    "for the backward pass: a layout may not fit."
+)
 _COLUMNS: Final = (
     *("rank", "layout", "step", "compute", "exposed", "bubble", "overhead"),
     *("memory", "of device", "tokens/s", "MFU", "memory is"),
@@ -71,9 +75,10 @@ class Answer:
     @property
     def uncertainty(self) -> str:
         """How good the estimates are."""
+        text = f"{_WITHOUT_COMPILER}{self.target.installation}"
         if self.target.is_installed:
-            return UNCERTAINTY
-        return f"{_WITHOUT_COMPILER}{self.target.installation}"
+            text = UNCERTAINTY
+        return text if self.space.has_blocks else text + _WITHOUT_BLOCKS
 
     def command(self, layout: Layout) -> str:
         """A command line that trains in a layout."""

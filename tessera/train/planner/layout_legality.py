@@ -46,12 +46,13 @@ class Legality:
 
     def model_problem(self, layout: Layout) -> TesseraError | None:
         """Why the model cannot be laid out so, whatever its microbatches."""
-        # The policies of the planner apply to all layers, so none is a mistake.
+        # The policies of the planner apply to all layers, so none is a mistake; the
+        # default is none for models without layers, too.
         plain = Layout(
             layout.mesh,
             1,
             1,
-            remat="none" if layout.remat in REMAT else layout.remat,
+            remat="named" if layout.remat in REMAT else layout.remat,
             chunks=layout.chunks,
             sequence_parallel=layout.sequence_parallel,
         )

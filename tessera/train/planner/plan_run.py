@@ -8,6 +8,7 @@ from typing import Final
 from tessera.analysis.memory import format_bytes
 from tessera.errors import PlanError, TargetError
 from tessera.foundations.config_files import configs_dir
+from tessera.mesh import Mesh
 from tessera.targets.machine import machine_names
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
@@ -78,14 +79,26 @@ def _asked(
         )
     parsed = [parse(word) for word in words]
     pinned = frozenset(str(o.key_or_group) for o in parsed if not is_choice(o))
-    return config, target, Space(config, pinned, (), _global_batch(config, target))
+    options = replace(config.model_options, remat="none")
+    mesh = Mesh.from_shape([[1], ["fsdp"]])
+    has_blocks = not any(config.model.kind.problems(config.model.config, options, mesh))
+    if not has_blocks:
+        pinned |= {"training.remat"}
+    return (
+        config,
+        target,
+        Space(config, pinned, (), _global_batch(config, target), has_blocks),
+    )
 
 
 def _axes_for(keys: Sequence[str]) -> list[str]:
     """A mesh on which all settings are read that need an axis, where none is set."""
     if "model.mesh_shape" in keys:
         return []
-    axes = ["dp", "fsdp", "cp", "tp"]
+    # Not every model has a use for cp and pp.
+    axes = ["dp", "fsdp", "tp"]
+    if "model.context_parallel" in keys:
+        axes.insert(2, "cp")
     if any(key.startswith("training.pipeline_") for key in keys):
         axes.insert(0, "pp")
     sizes = ",".join("1" for _ in axes)

@@ -37,6 +37,8 @@ class Space:
       pinned: The settings that its command line has, such as ``training.remat``.
       axes: Mesh axes that the model can use, outermost first.
       global_batch_size: Sequences of a step.
+      has_blocks: Whether what the blocks of the model keep for the backward pass is
+        known, and which policies of rematerialization they take.
       can_offload: Whether the memory of the host is another one than that of devices.
     """
 
@@ -44,6 +46,7 @@ class Space:
     pinned: frozenset[str]
     axes: tuple[str, ...]
     global_batch_size: int
+    has_blocks: bool = True
     can_offload: bool = True
 
     def meshes(self, num_devices: int) -> Iterator[Sizes]:

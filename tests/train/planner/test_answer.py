@@ -192,3 +192,16 @@ def test_the_command_line_is_that_of_the_run_that_was_planned(answer):
     bare = replace(answer, space=replace(answer.space, config=config))
     assert bare.as_text().endswith(f"As planned, {RANDOM_WEIGHTS}")
     assert RANDOM_WEIGHTS not in answer.as_text()
+
+
+@pytest.mark.slow(reason="it traces a model of its own")
+def test_a_registered_model_is_planned_with_what_it_takes(monkeypatch):
+    monkeypatch.syspath_prepend(configs_dir().parent / "examples" / "own_model")
+    sizes = ("model.layers=1", "training.sequence_length=16", "data=synthetic")
+    words = ("model=Decoder", "runtime.target=cpu:2", *sizes)
+    found = plan_run(words, modules=["own_decoder"])
+    assert {each.layout.remat for each in found.ranked} == {"named"}
+    assert "memory lacks what its layers keep" in found.uncertainty
+    line = shlex.split(found.command(found.best.layout))
+    assert line[2:4] == ["--module=own_decoder", "model=Decoder"]
+    assert compose(line[3:], configs_dir()).config.model.num_devices == 2
