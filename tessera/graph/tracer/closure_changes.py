@@ -24,17 +24,14 @@ from tessera.graph.tracer.control_flow.own_objects import (
     parts,
 )
 from tessera.graph.tracer.control_flow.user_code import is_user_function
-from tessera.graph.tracer.static_values import global_names
+from tessera.graph.tracer.static_values import global_names, static_key
 from tessera.jax_compat import jaxprs
 from tessera.shard import ARRAYS
 from tessera.tracing.object_arguments import is_object
 
 # Longer containers are data: what is in them is not looked at.
 _LONGEST: Final = 1000
-_FIX: Final = (
-    "pass them as an argument, and return the new ones or assign into it: "
-    "state['w'] = state['w'] - 0.1 * slopes['w']"
-)
+_CONSTANTS: Final = (bool, int, float, complex, str)
 
 
 class _Entry(NamedTuple):
@@ -45,13 +42,28 @@ class _Entry(NamedTuple):
     value: Any
     read: Callable[[Any], Any]
     assign: Callable[[Any, Any], None]
+    is_variable: bool = False
 
     @classmethod
-    def of(cls, name: str, holder: Any, key: Any, value: Any) -> Self:
+    def of(
+        cls, name: str, holder: Any, key: Any, value: Any, *is_variable: bool
+    ) -> Self:
         if isinstance(holder, (dict, list)):
-            return cls(name, key, value, holder.__getitem__, holder.__setitem__)
-        both = partial(getattr, holder), partial(object.__setattr__, holder)
-        return cls(name, key, value, *both)
+            both = holder.__getitem__, holder.__setitem__
+        else:
+            both = partial(getattr, holder), partial(object.__setattr__, holder)
+        return cls(name, key, value, *both, *is_variable)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a variable that the step itself names, a number or text."""
+        return self.is_variable and type(self.value) in _CONSTANTS
+
+    def is_as_it_was(self) -> bool:
+        """Whether it has the same array, or an equal constant."""
+        now = self.now()
+        is_equal = self.is_constant and static_key(now) == static_key(self.value)
+        return now is self.value or is_equal
 
     def now(self) -> Any:
         with suppress(LookupError, AttributeError, ValueError):  # it may be deleted
@@ -61,8 +73,8 @@ class _Entry(NamedTuple):
 class Closure:
     """What functions and static values refer to before they are traced."""
 
-    def __init__(self, *roots: Any) -> None:
-        self._entries: Sequence[_Entry] = [*_entries([*roots])]
+    def __init__(self, step: Any = None, *statics: Any) -> None:
+        self._entries: Sequence[_Entry] = [*_entries([step, *statics], _code_of(step))]
 
     def keep(self, captured: Iterable[Any]) -> None:
         """Look at the arrays that the program keeps, and no more at others.
@@ -78,10 +90,14 @@ class Closure:
                 return any(np.array_equal(leaf, copy) for copy in copies)
             return id(leaf) in kept
 
-        self._entries = [
-            e for e in self._entries if any(map(is_kept, _arrays(e.value)))
-        ]
+        before, self._entries = (
+            self._entries,
+            [e for e in self._entries if any(map(is_kept, _arrays(e.value)))],
+        )
         self.check()
+        # Numbers and texts are a part of the program, as the trace leaves them.
+        constants = [e._replace(value=e.now()) for e in before if e.is_constant]
+        self._entries = [*self._entries, *constants]
 
     def check(self) -> None:
         """Refuse what the trace has replaced by traced arrays, and put it back.
@@ -99,7 +115,8 @@ class Closure:
                 "the step replaces arrays that it is not given, and later calls would "
                 "read the first ones again",
                 got=_names(replaced),
-                fix=_FIX,
+                fix="pass them as an argument, and return the new ones or assign into "
+                "it: state['w'] = state['w'] - 0.1 * slopes['w']",
             )
 
     def warn(self, function: str) -> None:
@@ -109,18 +126,18 @@ class Closure:
           TesseraWarning: A call reads the first ones.
         """
         try:  # once for each call: as fast as can be
-            if all(read(key) is value for _, key, value, read, _ in self._entries):
+            if all(read(key) is value for _, key, value, read, *_ in self._entries):
                 return
         except (LookupError, AttributeError, ValueError):
             pass
         if replaced := self._replaced():
             self._entries = ()
             text = f"{function!r} reads {_names(replaced)} as of its first call, and "
-            text += f"another array is there now: {_FIX}"
+            text += "another value is there now: pass as an argument what changes"
             warnings.warn(text, TesseraWarning, stacklevel=7)
 
     def _replaced(self) -> list[_Entry]:
-        return [each for each in self._entries if each.now() is not each.value]
+        return [each for each in self._entries if not each.is_as_it_was()]
 
 
 def _names(entries: Iterable[_Entry]) -> str:
@@ -143,7 +160,15 @@ def _arrays(value: Any) -> Iterator[Any]:
             waiting += parts(each)
 
 
-def _entries(waiting: list[Any]) -> Iterator[_Entry]:
+def _code_of(function: Any) -> Any:
+    """The code of a function, whatever wraps it."""
+    for name in ("__wrapped__", "__func__", "func"):
+        if (inner := getattr(function, name, None)) is not None:
+            return _code_of(inner)
+    return getattr(function, "__code__", None)
+
+
+def _entries(waiting: list[Any], code: Any) -> Iterator[_Entry]:
     """Variables, attributes and items within reach.
 
     Functions are followed to what they close over and name in their module, objects of
@@ -162,11 +187,12 @@ def _entries(waiting: list[Any]) -> Iterator[_Entry]:
             waiting += value.func, value.args, value.keywords
         elif isinstance(value, FunctionType):
             names, own = value.__code__.co_freevars, value.__globals__
+            is_step = value.__code__ is code
             for name, cell in zip(names, value.__closure__ or (), strict=False):
                 for each in content(cell).values():
-                    found.append(_Entry.of(name, cell, "cell_contents", each))
+                    found.append(_Entry.of(name, cell, "cell_contents", each, is_step))
             names = global_names(value.__code__) if is_user_function(value) else ()
-            found += [_Entry.of(n, own, n, own[n]) for n in names if n in own]
+            found += [_Entry.of(n, own, n, own[n], is_step) for n in names if n in own]
             waiting.append(value.__dict__.get("__wrapped__"))
         elif isinstance(value, (tuple, *CONTAINERS)) and len(value) > _LONGEST:
             continue

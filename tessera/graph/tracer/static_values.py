@@ -10,6 +10,8 @@ a program keeps them.
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from dis import get_instructions
+from itertools import chain
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 
@@ -19,6 +21,8 @@ from tessera.annotations.tensor import is_array
 ATOMS: Final = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type)
 )
+
+_READS: Final = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,13 +163,12 @@ def _global(found: Any, value: FunctionType, around: tuple[int, ...]) -> Hashabl
 
 @functools.lru_cache(maxsize=1024)
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """The names that code may read from its module: those of attributes, too."""
-    inner = [
+    """The names that code reads from its module."""
+    own = [i.argval for i in get_instructions(code) if i.opname in _READS]
+    inner = (
         global_names(each) for each in code.co_consts if isinstance(each, CodeType)
-    ]
-    return tuple(
-        dict.fromkeys((*code.co_names, *(n for names in inner for n in names)))
     )
+    return tuple(dict.fromkeys((*own, *chain.from_iterable(inner))))
 
 
 def _parts(values: Any, around: tuple[int, ...]) -> Hashable:

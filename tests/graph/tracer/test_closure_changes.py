@@ -18,6 +18,7 @@ from tessera import dist
 from tessera.errors import WriteBackError
 
 X = np.ones((8, 4), np.float32)
+W = jnp.ones(4)
 _weights = {"w": jnp.ones(4)}
 _tree = {"w": jnp.ones(4)}
 
@@ -125,6 +126,47 @@ def test_what_is_replaced_between_calls_is_named_once(kind, is_given):
     step(X, *given)
     step.clear_cache()
     assert step(X, *given) == 2 * first
+
+
+_rate, _count = 0.5, 0
+
+
+def test_a_number_that_is_another_one_at_a_later_call_is_named():
+    global _rate
+    scale = 2.0
+    step = ts.function(
+        functools.partial(lambda w, x: jnp.sum(x @ w) * scale * _rate, W)
+    )
+    assert step(X) == 32.0
+    scale, _rate = 4.0 / 2.0, 1.0 / 2.0  # other objects, and the same numbers
+    step(X)
+    scale, _rate = 3.0, 1.0
+    with pytest.warns(ts.TesseraWarning, match="reads scale, _rate as of its first"):
+        assert step(X) == 32.0
+    step.clear_cache()
+    assert step(X) == 96.0
+
+
+def test_numbers_that_the_step_does_not_read_may_change():
+    """Those of functions that it does not call, and attributes of the same name."""
+
+    class Trainer:
+        w = jnp.ones(4)
+
+        def __init__(self):
+            self.callbacks, self._count = [lambda: _count], 1
+
+        def train(self, x):
+            nonlocal traces
+            traces += 1
+            return jnp.sum(x @ self.w) * self._count
+
+    global _count
+    traces = 0
+    step = ts.function(Trainer().train)
+    for _count in range(3):
+        step(X)
+    assert traces == 1
 
 
 def test_whatever_else_a_step_closes_over_may_change():
