@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The text of tokens as they come: no part of a character or of a stop text."""
+
 import random
 
+import numpy as np
 import pytest
 
-from tessera.train.data.text_stream import TextStream
+from tessera.train.data.text_stream import TextStream, stream_texts
 from tessera.train.data.tokenization import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -52,3 +55,19 @@ def test_the_first_piece_is_decoded_after_the_prompt() -> None:
 
     stream = TextStream(Words(), [1, 2, 3, 4, 5])
     assert [stream.push(6), stream.push(7)] == [" w6", " w7"]
+
+
+def test_each_row_has_its_text_after_each_token() -> None:
+    end, done = 256, -1
+    tokens = [*zip(b"abc", b"xst", strict=True), (end, done), (done, done)]
+    streams = [TextStream(TOKENIZER), TextStream(TOKENIZER, stops=["st"])]
+    found = [*stream_texts(map(np.array, tokens), streams, {end})]
+    # The last one is what was held back.
+    assert found == [["a", "x"], ["b", ""], ["c", ""], ["", ""], ["", ""], ["", ""]]
+
+
+def test_no_token_is_asked_for_after_every_row_has_a_stop_text() -> None:
+    steps = iter(np.array([[ord(c)] for c in "abc"]))
+    stream = TextStream(TOKENIZER, stops=["b"])
+    assert [*stream_texts(steps, [stream], ())] == [["a"], [""], [""]]
+    assert next(steps) == ord("c")
