@@ -15,8 +15,8 @@ X = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("f4")
 ROUTER = np.random.default_rng(1).normal(size=(4, 6)).astype("f4")
 
 
-def probabilities():
-    scores = np.exp(X @ ROUTER)
+def probabilities(bias=0.0):
+    scores = np.exp(X @ ROUTER + bias)
     return scores / scores.sum(-1, keepdims=True)
 
 
@@ -26,9 +26,10 @@ def test_a_token_goes_to_the_experts_that_score_highest_best_first():
     np.testing.assert_array_equal(routes.experts, wanted)
 
 
-def test_weights_are_probabilities_that_add_up_to_one():
-    routes = route(X, ROUTER, TOP2)
-    best = -np.sort(-probabilities(), axis=-1)[..., :2]
+@pytest.mark.parametrize("bias", [None, np.linspace(-2.0, 2.0, 6, dtype="f4")])
+def test_weights_are_probabilities_that_add_up_to_one(bias):
+    routes = route(X, ROUTER, TOP2, bias)
+    best = -np.sort(-probabilities(0.0 if bias is None else bias), axis=-1)[..., :2]
     wanted = best / best.sum(-1, keepdims=True)
     np.testing.assert_allclose(routes.weights, wanted, rtol=1e-5)
 

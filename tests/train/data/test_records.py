@@ -153,6 +153,13 @@ def test_text_takes_the_bytes_of_anything_as_they_are(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_table_is_not_read(tmp_path, suffix):
+    (tmp_path / f"a.parquet{suffix}").touch()
+    with pytest.raises(DataFormatError, match="a compressed table, by its suffixes"):
+        list_files(str(tmp_path / f"a.parquet{suffix}"))
+
+
 def test_a_format_that_is_not_read_says_what_to_do(tmp_path):
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(DataFormatError) as caught:
