@@ -171,11 +171,7 @@ class RegisteredModel(Model):
         super().check(mesh)
         leaves = jax.tree.leaves(self._shapes)
         named = named_leaves(self._shapes)
-        wrong = [
-            f"{name}: {leaf.dtype}"
-            for name, leaf in named.items()
-            if leaf.dtype != jnp.float32
-        ]
+        wrong = [f"{n}: {x.dtype}" for n, x in named.items() if x.dtype != jnp.float32]
         if wrong or len(named) < len(leaves):
             raise ModelDefinitionError(
                 "parameters are float32, and each has a name of its own",
