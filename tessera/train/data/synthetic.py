@@ -12,7 +12,7 @@ where H is the binary entropy; an untrained model has a loss of log(vocab_size).
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tessera.errors import SettingValueError, TokenizerError
 from tessera.train.data.data_config import SyntheticConfig
-from tessera.train.data.tokenization import Ids
+from tessera.train.data.tokenization import Ids, Tokenizer
 
 NUM_PATTERNS = 64
 PATTERN_LENGTH = 32
@@ -30,7 +30,7 @@ MAX_PATTERNS_PER_DOCUMENT = 16
 _BYTES_PER_TOKEN = 20
 
 
-class SyntheticTokenizer:
+class SyntheticTokenizer(Tokenizer):
     """Ids written as decimal numbers; 0 separates documents.
 
     Example:
@@ -57,10 +57,6 @@ class SyntheticTokenizer:
                 got=repr(content),
                 fix="write ids separated by spaces: '7 42'",
             ) from error
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        """The numbers in several texts."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """The ids as numbers, without separators."""

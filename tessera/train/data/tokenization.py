@@ -67,8 +67,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        """The ids of several texts, as ``encode`` returns them, in less time."""
-        ...
+        """The ids of several texts, as ``encode`` returns them; often in less time."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """The text of ``ids``, without special tokens."""
@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Each byte is its own id; 256 separates documents. Accepts any file.
 
     Example:
@@ -98,10 +98,6 @@ class ByteTokenizer:
         """One id for each byte; a string is encoded as UTF-8."""
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.int32)
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        """The ids of several texts."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | Ids) -> str:
         """UTF-8 text; invalid bytes become U+FFFD."""
