@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from tessera.errors import TesseraError
 from tessera.train.config.overrides import assign
 from tessera.train.config.recorded_run import recorded_run
+from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import as_yaml, default_of, walk
 from tessera.train.loop.run_folder import CHECKPOINTS
 
@@ -25,6 +26,13 @@ RANDOM_WEIGHTS = (
 
 _RATE = "optimizer.learning_rate"
 _LOSS = "data.loss_on"
+
+
+def tunes_nothing(config: Config) -> bool:
+    """Whether a run fine-tunes, and begins with nothing that could be."""
+    lora, training = getattr(config.model.config, "lora", None), config.training
+    is_tuning = config.recipe == "finetune" or bool(lora and lora.rank)
+    return is_tuning and training.init_from is None and training.resume == "none"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tessera.ops.loss_scale import LossScale
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.layout_checks import build_model
 from tessera.train.config.optimizer_config import unusual_rate
-from tessera.train.config.recipes import RANDOM_WEIGHTS
+from tessera.train.config.recipes import RANDOM_WEIGHTS, tunes_nothing
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.setting_conflicts import numerics_problems
 from tessera.train.config.setting_fields import raise_all
@@ -302,10 +302,7 @@ class Run:
         """
         training, found = self.config.training, list[str | None]()
         if training.init_from is None:
-            is_bare = self.config.recipe == "finetune" or self.model.adapters
-            found.append(
-                RANDOM_WEIGHTS if is_bare and training.resume == "none" else ""
-            )
+            found.append(RANDOM_WEIGHTS if tunes_nothing(self.config) else None)
         elif not training.eval_only:
             groups = data_parallel_groups(self.mesh.shape)
             whole = not self.model.frozen

@@ -9,7 +9,7 @@ from typing import Any, Final
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.target import Target
-from tessera.train.config.recipes import RANDOM_WEIGHTS
+from tessera.train.config.recipes import RANDOM_WEIGHTS, tunes_nothing
 from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.search import Candidate, SearchResult
 from tessera.train.planner.search_space import Space
@@ -117,8 +117,7 @@ class Answer:
         yield self.uncertainty
         yield ""
         yield self.command(self.best.layout)
-        is_tuning = config.recipe == "finetune" or "lora" in config.recipe
-        if is_tuning and config.training.init_from is None:
+        if tunes_nothing(config):
             yield f"As planned, {RANDOM_WEIGHTS}"
 
     def _counts(self) -> Iterator[str]:

@@ -20,6 +20,7 @@ from tessera.train.config.optimizer_config import (
     SgdConfig,
     unusual_rate,
 )
+from tessera.train.config.recipes import tunes_nothing
 from tessera.train.config.setting_conflicts import EXCLUDED, UNREAD
 from tessera.train.config.setting_fields import walk
 from tests.train.config.command_lines import CONFIGS_DIR, composed
@@ -246,6 +247,20 @@ def test_a_recipe_that_is_gone(folder):
     run = folder(text=composed().text.replace("recipe: none", "recipe: ../mine"))
     with pytest.raises(TesseraError, match=r"there is no recipe '\.\./mine'"):
         composed(f"training.resume={run}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["recipe=finetune"], True),
+        (["model.lora.rank=4"], True),
+        (["recipe=finetune", "training.resume=outputs/mine"], False),
+        (["recipe=lora", "training.init_from=weights.safetensors"], False),
+        (["recipe=pretrain"], False),
+    ],
+)
+def test_fine_tuning_begins_with_weights(words, expected):
+    assert tunes_nothing(composed("model=tiny", *words).config) is expected
 
 
 def test_an_evaluation_lists_no_settings_of_an_optimizer(tmp_path):
