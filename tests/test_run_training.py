@@ -279,7 +279,7 @@ MISTAKES = {
         ["training.step=5"],
         "[T501] there is no setting 'training.step'\n"
         "  got: training.step=5\n"
-        "  fix: did you mean 'steps'?\n",
+        "  fix: did you mean 'training.steps'?\n",
     ),
     "missing_data": (
         ["data=text", "data.path=nowhere"],
