@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from tessera.errors import ProcessLayoutError
+from tessera.errors import ProcessLayoutError, UnknownSettingError
 from tessera.train.commands.export import main as export
 from tessera.train.runtime.launch_options import make_plan
 from tests.fuzz.override_lists import NUMBERS, PATHS, WORDS, fill
@@ -58,7 +58,7 @@ def test_the_launcher_starts_what_a_machine_can_run_or_says_why_not(seed, capsys
     }
     try:
         plan = make_plan(arguments, {"CUDA_VISIBLE_DEVICES": "", **environ})
-    except (ProcessLayoutError, SystemExit) as error:
+    except (ProcessLayoutError, UnknownSettingError, SystemExit) as error:
         found = error
     else:
         found = None

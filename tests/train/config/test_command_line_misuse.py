@@ -312,7 +312,7 @@ def test_what_a_file_holds_is_judged_like_the_command_line(tmp_path, monkeypatch
     assert said_of("name: text\npaht: books\n") == (
         "[T501] there is no setting 'data.paht'\n"
         "  got: In 'data/mine'\n"
-        "  fix: did you mean 'path'?\n"
+        "  fix: did you mean 'data.path'?\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T501.html"
     )
     assert said_of("name: text\n_target_: os.system\n").startswith("[T50")
