@@ -133,7 +133,8 @@ class Closure:
         if replaced := self._replaced():
             self._entries = ()
             text = f"{function!r} reads {_names(replaced)} as of its first call, and "
-            text += "another value is there now: pass as an argument what changes"
+            text += "another value is there now: pass what changes as an argument, "
+            text += "arrays in a dict or a registered dataclass"
             warnings.warn(text, TesseraWarning, stacklevel=7)
 
     def _replaced(self) -> list[_Entry]:
