@@ -318,13 +318,34 @@ def _specs(
     except ValueError:
         raise SpecFormError(
             f"{what} is not a spec, nor a tree of specs that fits the arrays",
-            got=f"specs {jax.tree.structure(prefix, is_leaf=_is_spec)}, "
-            f"arrays {structure}",
+            got=_misfit(prefix, tree),
             fix="give one spec for all of them, or a tree with a spec or None for "
             "each branch",
         ) from None
     flat = [leaf.spec for leaf in jax.tree.leaves(spread)]
     return [spec for place, spec in enumerate(flat) if place not in statics]
+
+
+def _misfit(prefix: Any, tree: Any) -> str:
+    """The arrays without a spec and the specs without an array, or both structures."""
+    specs, arrays = (
+        dict.fromkeys(path for path, _ in flat[0])
+        for flat in (
+            jax.tree_util.tree_flatten_with_path(prefix, _is_spec),
+            jax.tree_util.tree_flatten_with_path(tree),
+        )
+    )
+    missing = [p for p in arrays if not any(p[:n] in specs for n in range(len(p) + 1))]
+    unknown = [s for s in specs if not any(p[: len(s)] == s for p in arrays)]
+    parts = [
+        f"{words} {', '.join(repr(path_name(path)) for path in paths)}"
+        for words, paths in (("no spec for", missing), ("no array at", unknown))
+        if paths
+    ]
+    return "; ".join(parts) or (
+        f"specs {jax.tree.structure(prefix, is_leaf=_is_spec)}, "
+        f"arrays {jax.tree.structure(tree)}"
+    )
 
 
 def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:

@@ -165,13 +165,17 @@ def test_a_tree_of_specs_that_does_not_fit_is_refused(grid_mesh):
         layouts(same, {"v": X}, mesh=grid_mesh, in_specs={"x": {"u": P("dp")}})
     assert str(caught.value) == (
         "[T204] in_specs['x'] is not a spec, nor a tree of specs that fits the arrays\n"
-        "  got: specs PyTreeDef({'u': *}), arrays PyTreeDef({'v': *})\n"
+        "  got: no spec for 'v'; no array at 'u'\n"
         "  fix: give one spec for all of them, or a tree with a spec or None for each "
         "branch\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T204.html"
     )
     with pytest.raises(SpecFormError, match="out_specs is not a spec, nor a tree"):
         layouts(same, X, mesh=grid_mesh, out_specs=(P(), P()))
+    with pytest.raises(
+        SpecFormError, match=r"specs .*\(\[\*\]\), arrays .*\(\(\*,\)\)"
+    ):
+        layouts(same, (X,), mesh=grid_mesh, in_specs={"x": [P()]})
 
 
 def test_a_layout_that_does_not_divide_its_array_is_refused(grid_mesh):
