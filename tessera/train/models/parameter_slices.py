@@ -97,7 +97,7 @@ class ParameterSlices:
         return out
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QuantizedSlices(ParameterSlices):
     """Quantizes slices of one parameter, whole blocks of one layer at a time.
 

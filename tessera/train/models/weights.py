@@ -51,6 +51,7 @@ __all__ = (
 
 # float32 represents every number of these exactly.
 _READABLE: Final = ("F32", "BF16", "F16")
+_F32: Final = np.dtype(np.float32)
 
 
 def export_weights(
@@ -214,21 +215,14 @@ def import_weights(
         name, to = path.replace("/", "."), rounded_to or np.dtype(leaf.dtype)
         if path in model.adapters:
             return initial[name].astype(to)
-        if path in model.quantized:
-            module, _, part = name.rpartition(".")
-            name, kind = f"{module}.kernel", model.config.lora.quantize_base
-            of_weight = (
-                source,
-                rows[name],
-                plain[name].shape,
-                np.dtype(np.float32),
-                None,
-            )
-            number = ("codes", "scales").index(part)
-            copy = QuantizedSlices(*of_weight, kind=kind, part=number).read
+        is_quantized, (module, _, part) = path in model.quantized, name.rpartition(".")
+        name = f"{module}.kernel" if is_quantized else name
+        row, shape = rows[name], plain[name].shape
+        if is_quantized:
+            kind, number = model.config.lora.quantize_base, int(part == "scales")
+            copy = QuantizedSlices(source, row, shape, _F32, None, kind, number).read
         else:
-            shape = plain[name].shape
-            slices = ParameterSlices(source, rows[name], shape, to, model.split)
+            slices = ParameterSlices(source, row, shape, to, model.split)
             copy = slices.read if leaf.shape == shape else slices.read_staged
         if mesh is None:
             return jax.device_put(copy((slice(None),) * len(leaf.shape)))

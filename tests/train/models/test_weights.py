@@ -13,8 +13,11 @@ from jax.sharding import AxisType
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
 from tessera.train.models import DecoderConfig, DecoderModel, generate
+from tessera.train.models.decoder.quantized_kernel import quantize
+from tessera.train.models.families.family import Tensor
+from tessera.train.models.parameter_slices import QuantizedSlices
 from tessera.train.models.pipeline_stages import StageSplit
-from tessera.train.models.safetensors import SafetensorsFile
+from tessera.train.models.safetensors import SafetensorsFile, write_file
 from tessera.train.models.weights import export_weights, import_weights
 
 CONFIG = DecoderConfig(
@@ -69,6 +72,22 @@ def test_parameters_come_back_on_any_mesh(file, params, axes, sizes):
     if mesh is not None:
         wanted = MODEL.layouts(mesh)
         assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == wanted
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_quantized_slices_are_of_whole_blocks(part, tmp_path):
+    """A block of 64 is a head of 48 and a third of the next one."""
+    shape = (2, 4, 48, 6)
+    weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    write_file(tmp_path / "w", {"w": (weight.dtype, shape)}, lambda _: weight)
+    source, row = SafetensorsFile(tmp_path / "w"), Tensor("w", "w")
+    slices = QuantizedSlices(
+        source, row, shape, np.dtype(np.float32), None, "nf4", part
+    )
+    whole = np.stack([quantize(x.reshape(192, 6), "nf4")[part] for x in weight])
+    for blocks in (slice(None), slice(1, 2), slice(1, 3)):
+        index = (slice(1, 2), blocks, *[slice(3, 20)] * (1 - part), slice(2, 5))
+        np.testing.assert_array_equal(slices.read(index), whole[index])
 
 
 def test_a_mesh_may_be_one_of_jax(file):
