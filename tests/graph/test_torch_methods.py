@@ -114,6 +114,7 @@ def test_a_name_of_the_module_torch_says_what_to_use(name, instead):
         ("dist.get_rank", r"jax\.process_index\(\)"),
         ("dist.get_world_size", r"jax\.device_count\(\)"),
         ("dist.barrier", "nothing"),
+        ("dist.reduce", r"dist\.all_reduce"),
         ("distributed.init_process_group", "joined"),
         ("dist.ReduceOp", "op='sum'"),
         ("amp.GradScaler", r"ts\.amp\.LossScale"),

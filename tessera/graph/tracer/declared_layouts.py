@@ -312,8 +312,8 @@ def _specs(
     def spread_below(spec: Any, below: Any) -> list[_Spec]:
         return [_Spec(spec)] * len(jax.tree.leaves(below))
 
+    tree = jax.tree.unflatten(structure, range(count))
     try:
-        tree = jax.tree.unflatten(structure, range(count))
         spread = jax.tree.map(spread_below, prefix, tree, is_leaf=_is_spec)
     except ValueError:
         raise SpecFormError(

@@ -2,8 +2,11 @@
 """What the first process finds or does, or its error, in every process."""
 
 import json
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -11,6 +14,23 @@ from jax.experimental import multihost_utils
 
 from tessera import errors
 from tessera.errors import TesseraError
+
+_PATIENCE: Final = 15.0  # seconds
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def expecting_all(call: str) -> Iterator[None]:
+    """Log what is wrong where the other processes do not make a call as well."""
+    text = "%s waits for the other processes: every process has to call it, not rank 0 "
+    timer = Timer(_PATIENCE, _log.warning, [f"{text}alone", call])
+    timer.daemon = True
+    if jax.process_count() > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def broadcast_from_first(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -28,7 +28,10 @@ from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
 from tessera.train.checkpoints import checkpoint_folder, manifest
 from tessera.train.checkpoints.checkpoint_folder import STATE, Checkpoint
-from tessera.train.checkpoints.first_process import broadcast_from_first
+from tessera.train.checkpoints.first_process import (
+    broadcast_from_first,
+    expecting_all,
+)
 from tessera.train.checkpoints.loop_leaves import (
     StateLeaves,
     form_of,
@@ -96,10 +99,11 @@ def save_checkpoint(
     root, step = _root_of(folder), _whole("step", step, 0)
     if keep is not None:
         _whole("keep", keep, 1)
-    leaves = StateLeaves.of(state)
     path = root / str(step)
-    nbytes = sum(array.nbytes for array in leaves.arrays.values())
-    lines = broadcast_from_first(lambda: _prepare(root, step, nbytes, overwrite))
+    with expecting_all("save_checkpoint"):
+        leaves = StateLeaves.of(state)
+        nbytes = sum(array.nbytes for array in leaves.arrays.values())
+        lines = broadcast_from_first(lambda: _prepare(root, step, nbytes, overwrite))
     _warn(lines["notes"], stacklevel=3)
     try:
         if leaves.arrays:

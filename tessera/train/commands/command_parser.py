@@ -18,7 +18,9 @@ class CommandParser(ArgumentParser):
 
     def __init__(self, prog: str, description: str | None) -> None:
         layout = RawDescriptionHelpFormatter
-        super().__init__(prog, description=description, formatter_class=layout)
+        super().__init__(
+            prog, description=description, formatter_class=layout, allow_abbrev=False
+        )
 
     def error(self, message: str) -> NoReturn:
         """T501 for an option that does not exist, T502 for other mistakes."""

@@ -50,10 +50,12 @@ def unknown_flags(
     """T501 for flags, each with the setting that was probably meant.
 
     Args:
-      flags: Those that do not exist.
+      flags: Those that do not exist, and what may stand between them.
       words: The command line, where the value of a flag may follow it.
       paths: The groups, and every setting by its dotted path.
     """
+    # After an unknown flag, argparse counts settings among what it does not know.
+    flags = [each for each in flags if each.startswith("-")]
     fixes, following = list[str](), dict(pairwise(words))
     for flag in flags:
         key, equals, value = flag.lstrip("-").partition("=")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tessera as ts
-from tessera.errors import OperandError
+from tessera.errors import OperandError, TesseraWarning
 from tessera.graph.tracer.torch_transpose import enable_torch_transpose
 from tessera.tracing import scope
 
@@ -33,7 +33,7 @@ def test_other_calls_mean_what_they_mean_in_jax():
             x.transpose((3, 1, 0, 2)),
             x.transpose(3, 1, 0, 2),
             x.transpose(None),
-            matrix.transpose(0, 1),
+            matrix.transpose((0, 1)),
             matrix.transpose(1, 0),
         )
 
@@ -47,6 +47,16 @@ def test_other_calls_mean_what_they_mean_in_jax():
     )
     for one, other in zip(several(X, X[0, 0]), expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (-2, -1)])
+def test_an_order_of_two_dims_that_changes_nothing_is_warned_of(dims):
+    matrix = X[0, 0]
+    with pytest.warns(
+        TesseraWarning, match=r"changes nothing, as in NumPy: write x\.T"
+    ):
+        same = ts.function(lambda x: x.transpose(*dims))(matrix)
+    np.testing.assert_array_equal(same, matrix)
 
 
 def test_it_holds_in_loops_gradients_and_for_arrays_that_are_captured():

@@ -13,6 +13,7 @@ from tessera.train.commands import export, generate, push, report
         (export, ["a", "b", "--hf"], "T501", "tessera export outputs/mine folder"),
         (export, ["a", "b", "--dtype=f8"], "T502", "tessera export outputs/mine adap"),
         (generate, [], "T502", "tessera generate folder --chat --system="),
+        (generate, ["run", "--promp=x"], "T501", "tessera generate folder --chat "),
         (push, ["folder"], "T502", "tessera push my-model my-name/my-model"),
         (report, ["--html=x", "run"], "T501", "tessera report outputs/mine"),
     ],

@@ -3,6 +3,10 @@
 
 import re
 
+import pytest
+
+from tessera.errors import UnknownSettingError
+from tessera.train.config.command_line import read_flags
 from tessera.train.config.help_text import setting_paths
 from tessera.train.config.setting_hints import other_names
 
@@ -19,3 +23,12 @@ def test_every_hint_names_settings_that_exist():
 def test_no_name_is_that_of_a_setting():
     own = {path.rpartition(".")[2] for path in PATHS}
     assert own.isdisjoint(other_names("settings"))
+
+
+def test_settings_beside_a_flag_are_no_flags():
+    with pytest.raises(UnknownSettingError) as caught:
+        read_flags(["model=./model", "--lr", "1e-4", "recipe=lora"])
+    assert caught.value.got == "--lr"
+    assert caught.value.fix == (
+        "settings have no dashes; for --lr: did you mean 'optimizer.learning_rate'?"
+    )
