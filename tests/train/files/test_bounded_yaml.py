@@ -81,7 +81,8 @@ def test_no_other_module_parses_yaml_of_others():
     }
     assert found == {
         "train/files/bounded_yaml.py",
-        "train/models/named_models.py",  # a file of this package
-        "train/config/command_line.py",  # what this run composed, here and below
+        "train/models/named_models.py",  # a file of this package, here and below
+        "train/config/setting_hints.py",
+        "train/config/command_line.py",  # what this run composed, also below
         "train/trackers/tracking.py",
     }
