@@ -153,7 +153,7 @@ class Console:
           done: Those done before, by the run that this one continues.
         """
         if not self._on_terminal:
-            yield Progress(num_steps, done, None)
+            yield Progress(num_steps, None)
             return
         columns = (
             TextColumn("step {task.completed}/{task.total}"),
@@ -162,7 +162,7 @@ class Console:
         )
         with RichProgress(*columns, console=self._rich, expand=True) as bar:
             bar.add_task("", total=num_steps, completed=done, status="")
-            yield Progress(num_steps, done, bar)
+            yield Progress(num_steps, bar)
 
 
 def table(rows: Sequence[tuple[str, str]], width: int = _WIDEST_TABLE) -> str:
@@ -190,10 +190,9 @@ def _escaped(record: logging.LogRecord) -> bool:
 class Progress:
     """How far a run is; ``Console.progress`` makes it."""
 
-    def __init__(self, num_steps: int, done: int, bar: RichProgress | None) -> None:
+    def __init__(self, num_steps: int, bar: RichProgress | None) -> None:
         self._num_steps, self._bar = num_steps, bar
-        self._first: tuple[int, float] = done, monotonic()
-        self._is_warm = False
+        self._first: tuple[int, float] | None = None
 
     def update(
         self,
@@ -213,8 +212,7 @@ class Progress:
           others: More numbers, for the log line only.
           details: More numbers, for the line in the file only.
         """
-        left = _duration(self._seconds_left(step))
-        text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {left} left"
+        text = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{self._left(step)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=text)
         more, detail = (
@@ -230,13 +228,15 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
 
-    def _seconds_left(self, step: int) -> float:
-        """From the pace since the first update, before which the step was compiled."""
-        now, (first_step, first_time) = monotonic(), self._first
-        if not self._is_warm:
-            self._is_warm, self._first = True, (step, now)
-        pace = (now - first_time) / max(step - first_step, 1)
-        return pace * (self._num_steps - step)
+    def _left(self, step: int) -> str:
+        """By the pace since the first update, before which a run does other things."""
+        now = monotonic()
+        if self._first is None:
+            self._first = step, now
+            return ""
+        first_step, first_time = self._first
+        pace = (now - first_time) / (step - first_step)
+        return f"  {_duration(pace * (self._num_steps - step))} left"
 
 
 class _TerminalHandler(logging.Handler):

@@ -256,9 +256,11 @@ class Trainer:
             return Position(metadata.step, state, cursor)
         key, params = jax.random.key(run.config.training.seed), None
         if (path := run.config.training.init_from) is not None:
-            at = {"layouts": run.step_config.zero.params}
-            new = run.model.init(key, run.mesh, **at, only=run.model.adapters)
-            params = import_weights(path, run.model, run.mesh, **at, adapters=new)
+            model, layouts = run.model, run.step_config.zero.params
+            new = model.init(key, run.mesh, layouts=layouts, only=model.adapters)
+            params = import_weights(
+                path, model, run.mesh, layouts=layouts, adapters=new
+            )
             self._validated = -1  # also before the first step: what the weights are
         state = init_state(
             run.model,

@@ -20,10 +20,9 @@ from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import AxisReusedError, ParameterTreeError, ShardDivisibilityError
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree, named_leaves, nest, path_name
 from tessera.mesh import AnyMesh, Mesh, as_mesh
@@ -36,14 +35,13 @@ from tessera.train.models.layer_scan import (
     policies_of,
     policies_of_stage,
 )
-from tessera.train.models.partition_rules import Placement, joined
+from tessera.train.models.parameter_tree import DimNames, check_tree, layouts_of
+from tessera.train.models.partition_rules import Placement
 from tessera.train.models.pipeline_stages import StageSplit
 
 Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
 # Sums over the tokens of a batch that a step reports, ``loss`` among them.
 Sums: TypeAlias = dict[str, Float[Array, ""]]
-# Logical names of a parameter's dims; None is a dim that is never sharded.
-DimNames: TypeAlias = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -184,23 +182,7 @@ class Model(ABC):
         Raises:
           ParameterTreeError: [T306] names or shapes are not those of this model.
         """
-        actual, declared = (
-            {name: leaf.shape for name, leaf in named_leaves(tree).items()}
-            for tree in (params, self.abstract())
-        )
-        problems = [
-            f"{path!r}: {actual.get(path, 'missing')}, expected "
-            f"{declared.get(path, 'no such parameter')}"
-            for path in sorted(actual.keys() | declared.keys())
-            if actual.get(path) != declared.get(path)
-        ]
-        if problems:
-            raise ParameterTreeError(
-                "these are not the parameters of this model",
-                got="\n".join(problems),
-                fix="create them with model.init(key), or compare with "
-                "model.abstract()",
-            )
+        check_tree(params, self.abstract())
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -344,32 +326,7 @@ class Model(ABC):
           ShardDivisibilityError: [T201] a dim is not a multiple of its axes' size.
           AxisReusedError: [T202] an axis would shard two dims of a parameter.
         """
-        place = self.place(mesh)
-        failed: list[ShardDivisibilityError] = []
-
-        def layout(
-            path: tuple[object, ...], leaf: jax.ShapeDtypeStruct, names: DimNames
-        ) -> PartitionSpec | None:
-            try:
-                return place.resolve(
-                    names, leaf.shape, f"parameter {path_name(path)!r}"
-                )
-            except ShardDivisibilityError as error:
-                failed.append(error)
-                return None
-            except AxisReusedError as error:
-                raise AxisReusedError(
-                    f"two dims of parameter {path_name(path)!r} are sharded over the "
-                    "same mesh axis",
-                    got=f"dims {names}; {error.got}",
-                    fix="give one of them a name that other axes shard, or none",
-                ) from error
-
-        trees = self.abstract(), self.dim_names()
-        layouts = jax.tree_util.tree_map_with_path(layout, *trees)
-        if failed:
-            raise joined(failed)
-        return layouts
+        return layouts_of(self.abstract(), self.dim_names(), self.place(mesh))
 
     def init(
         self,

@@ -204,13 +204,6 @@ def test_an_unknown_model_and_an_unknown_optimizer_have_their_own_codes():
     )
 
 
-def test_a_setting_that_was_replaced_says_by_which():
-    assert "training.reduction_parts" in message("training.microshards=8")
-    said = message("training.validation_batches=8")
-    assert said.startswith("[T501] there is no setting 'training.validation_batches'")
-    assert "fix: write training.validation_sequences=<batches times" in said
-
-
 def test_a_file_outside_the_configuration_folder_cannot_be_chosen():
     assert message("optimizer=../../../etc/model").startswith("[T505] there is no ")
     # A path is the folder of a published model, of which only JSON is read.

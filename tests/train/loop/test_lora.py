@@ -34,11 +34,11 @@ from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.log_likelihood import log_likelihoods
 from tessera.train.loop.main import configs_dir
-from tessera.train.loop.train_state import init_state
 from tessera.train.loop.trained_model import open_trained
 from tessera.train.models import DecoderModel, from_pretrained
 from tessera.train.models.decoder.config import LoraConfig
 from tessera.train.models.weights import check_weights, export_weights, import_weights
+from tests.train.loop.adapter_runs import begun, stepped
 from tests.train.models.decoder.lora_reference import merged
 from tests.train.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 
@@ -80,52 +80,6 @@ def composed(folder: Path, *overrides: str) -> Composed:
 def run_of(folder: Path, *overrides: str) -> Run:
     config = composed(folder, *overrides).config
     return Run(config, Mesh.from_shape(config.model.mesh_shape))
-
-
-def begun(run: Run) -> Any:
-    """The state before the first step, with adapters that are not zero."""
-    config = run.step_config
-    state = init_state(
-        run.model,
-        config.optimizer,
-        jax.random.key(0),
-        run.mesh,
-        zero_stage=config.zero_stage,
-    )
-    params = import_weights(
-        run.config.training.init_from or "",
-        run.model,
-        run.mesh,
-        layouts=config.zero.params,
-        adapters=state.params,
-    )
-    plain = named_leaves(run.model.plain(jax.tree.map(np.asarray, params)))
-    for number, name in enumerate(sorted(run.model.adapters)):
-        plain[name] = np.random.default_rng(number).normal(size=plain[name].shape) / 8
-    stored = run.model.stored(nest(plain))
-    params = jax.tree.map(
-        lambda x, old: jax.device_put(jnp.asarray(x, jnp.float32), old.sharding),
-        stored,
-        params,
-    )
-    return dataclasses.replace(state, params=params)
-
-
-def stepped(run: Run) -> tuple[Any, Any]:
-    """The parameters before and after one step, without stages, by name."""
-    state = begun(run)
-    before = named_leaves(jax.tree.map(np.asarray, run.model.plain(state.params)))
-    tokens = np.random.default_rng(0).integers(0, 264, (8, 17), np.int32)
-    batch = {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "segment_ids": np.ones((8, 16), np.int32),
-        "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
-    }
-    steps = run.config.training.gradient_accumulation_steps
-    batch = {name: x.reshape(steps, -1, 16) for name, x in batch.items()}
-    state, _ = run.step(state, batch)
-    return before, named_leaves(jax.tree.map(np.asarray, run.model.plain(state.params)))
 
 
 def test_settings_have_two_levels(folder: Path) -> None:

@@ -25,12 +25,12 @@ from tessera.train.config.config_schema import settings_of_text
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
-from tessera.train.loop.train_state import init_state
 from tessera.train.loop.trained_model import open_trained
 from tessera.train.models import DecoderModel, from_pretrained
 from tessera.train.models.decoder.quantized_kernel import dequantize, quantize
 from tessera.train.models.weights import import_weights
 from tessera.train.planner.workload import workload
+from tests.train.loop.adapter_runs import batch_of, begun, on_host, stepped
 from tests.train.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 
 # Two blocks of inputs in each matmul; three heads of the output's are two blocks.
@@ -71,55 +71,6 @@ def composed(folder: Path, *overrides: str) -> Composed:
 def run_of(folder: Path, *overrides: str) -> Run:
     config = composed(folder, *overrides).config
     return Run(config, Mesh.from_shape(config.model.mesh_shape))
-
-
-def begun(run: Run) -> Any:
-    """The state before the first step, with adapters that are not zero."""
-    config = run.step_config
-    state = init_state(
-        run.model,
-        config.optimizer,
-        jax.random.key(0),
-        run.mesh,
-        zero_stage=config.zero_stage,
-    )
-    params = named_leaves(
-        import_weights(
-            run.config.training.init_from or "",
-            run.model,
-            run.mesh,
-            layouts=config.zero.params,
-            adapters=state.params,
-        )
-    )
-    for number, name in enumerate(sorted(run.model.adapters)):
-        noise = np.random.default_rng(number).normal(size=params[name].shape) / 8
-        params[name] = jax.device_put(jnp.float32(noise), params[name].sharding)
-    return dataclasses.replace(state, params=nest(params))
-
-
-def on_host(params: Any) -> dict[str, np.ndarray]:
-    return named_leaves(jax.tree.map(np.asarray, params))
-
-
-def batch_of(run: Run) -> Any:
-    """Eight rows in microbatches."""
-    tokens = np.random.default_rng(0).integers(0, 264, (8, 17), np.int32)
-    batch = {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "segment_ids": np.ones((8, 16), np.int32),
-        "positions": np.broadcast_to(np.arange(16, dtype=np.int32), (8, 16)),
-    }
-    steps = run.config.training.gradient_accumulation_steps
-    return {name: x.reshape(steps, -1, 16) for name, x in batch.items()}
-
-
-def stepped(run: Run) -> tuple[Any, Any]:
-    """The parameters before and after one step, by name."""
-    state = begun(run)
-    before = on_host(state.params)
-    return before, on_host(run.step(state, batch_of(run))[0].params)
 
 
 def base_of(params: Any, model: DecoderModel) -> dict[str, np.ndarray]:
