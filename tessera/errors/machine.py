@@ -110,3 +110,15 @@ class HubError(TesseraError, ValueError):
     """The Hugging Face Hub does not give, or take, what a name says."""
 
     code = "T719"
+
+
+class RewardError(TesseraError, ValueError):
+    """A reward cannot be used: its name, module, signature or settings."""
+
+    code = "T720"
+
+
+class ServerError(TesseraError, ValueError):
+    """A server that completes prompts cannot be reached, or answers something else."""
+
+    code = "T721"

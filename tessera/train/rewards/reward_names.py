@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of rewards as the command line and YAML files write them."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from tessera.errors import RewardError
+
+_NAME: Final = re.compile(r"(?:([\w.]+):)?([\w.]+)(\(.*\))?", re.DOTALL)
+
+
+class RewardName(NamedTuple):
+    """A reward that a run names.
+
+    Attributes:
+      text: The name as it was written.
+      label: The function's name, with a number where several rewards have it.
+      module: Where the function is; empty for those of the library.
+      function: Its name there.
+      settings: Keyword arguments that the name has.
+    """
+
+    text: str
+    label: str
+    module: str
+    function: str
+    settings: Mapping[str, Any]
+
+
+def parse_names(texts: Sequence[str]) -> list[RewardName]:
+    r"""Read ``module:function``, ``exact`` or ``regex(pattern=r"\d+")``.
+
+    What is in the parentheses are literals of Python, which are not evaluated.
+
+    Raises:
+      RewardError: [T720] a text is none of these.
+
+    Example:
+      >>> parse_names(["my_rewards:near(tolerance=0.1)"])[0].settings
+      {'tolerance': 0.1}
+    """
+    names: list[RewardName] = []
+    count = Counter[str]()
+    for text in texts:
+        match = _NAME.fullmatch(text.strip())
+        try:
+            if match is None:
+                raise ValueError("it is neither module:function nor a known name")
+            settings = _settings(f"f{match[3] or '()'}")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise RewardError(
+                f"{text!r} is no name of a reward",
+                got=str(error),
+                fix="write my_rewards:correct for a function of your module, "
+                "or literals as settings, as in 'regex(pattern=r\"\\d+\")'",
+            ) from error
+        label = match[2].rpartition(".")[2]
+        count[label] += 1
+        label += f"_{count[label]}" if count[label] > 1 else ""
+        names.append(RewardName(text, label, match[1] or "", match[2], settings))
+    return names
+
+
+def _settings(source: str) -> dict[str, Any]:
+    """The keyword arguments of the text of a call, all of them literals."""
+    call = ast.parse(source, mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError("it has more than one pair of parentheses")
+    names = [each.arg for each in call.keywords]
+    if call.args or None in names or len(set(names)) < len(names):
+        raise ValueError("each setting needs a name, once")
+    for node in ast.walk(call):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = ast.get_source_segment(source, node) or ""
+            # "\b" is a backspace, which no completion has: all rewards would be 0.
+            if "\\" in text and not (text[0] in "rR" and node.value in text):
+                raise ValueError(f"a backslash needs an r in front: {text}")
+    return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
