@@ -6,7 +6,7 @@ files          finds files
 hub_files      finds files of a data set of the Hub
 file_ranges    cuts files into train and validation, and into parts for workers
 records        reads the texts or conversations of a part
-record_values  checks texts and conversations
+record_values  checks texts, conversations, prompts and pairs of answers
 table_files    reads columns of Parquet files
 tokenization   text -> ids and back
 tokenizer_folder
@@ -24,6 +24,8 @@ synthetic      generates ids without text
 packing        documents -> one token stream -> rows
 conversation_rows
                conversations -> rows, each of them whole
+record_rows    pairs of answers, and prompts -> rows, each of them whole
+prompts        prompts in the order of training, for rollouts
 shards         tokens in files, with checksums
 preparation    makes the files that are missing, in several processes
 batches        rows -> batches, by grain

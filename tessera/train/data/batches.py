@@ -140,6 +140,18 @@ def order_fingerprint(
     return hashlib.blake2b(f"{first}{ratios}".encode(), digest_size=8).hexdigest()
 
 
+def training_order(num_rows: int, seed: int, positions: range) -> list[int]:
+    """The rows at some positions of the order of training from one source."""
+    order: Any = _mixed([grain.MapDataset.range(num_rows)], [1.0], seed)
+    return [order[position] for position in positions]
+
+
+def validation_order(num_rows: int, limit: int | None) -> list[int]:
+    """The rows of a source in the order of validation, or the first of them."""
+    order: Any = grain.MapDataset.range(num_rows).shuffle(0)
+    return [order[position] for position in range(num_rows)[:limit]]
+
+
 def _mixed(
     sources: Sequence[grain.MapDataset[Any]], weights: Sequence[float], seed: int
 ) -> grain.MapDataset[Any]:

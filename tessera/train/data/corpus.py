@@ -11,6 +11,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 from tessera.errors import EmptyDataError, SettingValueError
 from tessera.train.data.batches import (
@@ -21,14 +22,15 @@ from tessera.train.data.batches import (
 )
 from tessera.train.data.conversation_rows import (
     ConversationRows,
-    describe_cut,
+    WholeRows,
     learned_share,
 )
-from tessera.train.data.data_config import DataConfig, check
+from tessera.train.data.data_config import RECORDS, DataConfig, check
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.files import units_of
 from tessera.train.data.packing import Batch, PackedRows, TokenStream, join
 from tessera.train.data.preparation import prepare
+from tessera.train.data.record_rows import PreferenceRows, PromptRows
 from tessera.train.data.synthetic import SyntheticTokenizer, make_documents
 from tessera.train.data.tokenization import Tokenizer
 from tessera.train.data.vocabulary import check_vocabulary
@@ -346,21 +348,27 @@ def _read_source(
     name: str, weight: float, encoder: Encoder, sequence_length: int
 ) -> Source:
     config = encoder.config
-    title = f"text at {config.path!r}"
+    kind = config.name if config.name in RECORDS else "text"
+    title = f"{kind} at {config.path!r}"
     if config.name == "stdlib":
         title = f"standard library of Python {platform.python_version()}"
-    sides, ignored = prepare(units_of(config), encoder)
+    blocks_of, ignored = prepare(units_of(config), encoder)
     streams = [
         TokenStream(
             (shard for block in blocks for shard in block.shards),
             is_separated=encoder.separator is not None,
         )
-        for blocks in sides
+        for blocks in blocks_of
     ]
+    of_records = {"preferences": PreferenceRows, "prompts": PromptRows}
+    make: Any = of_records.get(config.name)
     if config.messages_key:
-        chats = [ConversationRows(stream, sequence_length) for stream in streams]
-        learned, cut = learned_share(chats), describe_cut(title, chats)
-        return Source(name, title, weight, chats[0], chats[1], ignored, learned, cut)
+        make = ConversationRows
+    if make is not None:
+        sides = [make(stream, sequence_length) for stream in streams]
+        learned = learned_share(sides) if config.messages_key else None
+        cut = make.describe_cut(title, sides)
+        return Source(name, title, weight, sides[0], sides[1], ignored, learned, cut)
     return Source(name, title, weight, *_rows(streams, sequence_length), ignored)
 
 
@@ -409,12 +417,13 @@ def _check_text(source: Source, fraction: float) -> None:
             fix="raise data.validation_fraction, or use 0 for no validation",
         )
     for rows in (source.train_rows, source.validation_rows):
-        if rows.stream.num_tokens and isinstance(rows, ConversationRows) and not rows:
+        if rows.stream.num_tokens and isinstance(rows, WholeRows) and not rows:
+            more = rows.length_of_all - rows.sequence_length
             raise EmptyDataError(
                 f"no answer begins within a row: {source.title}",
-                got=f"training.sequence_length={rows.sequence_length}, and a first "
-                "answer begins later in each conversation",
-                fix=f"use training.sequence_length={rows.length_of_all}",
+                got=f"rows of {rows.sequence_length} tokens; {source.cut}",
+                fix="use other data, or another data.validation_fraction"
+                + (f", or raise training.sequence_length by {more}" * (more > 0)),
             )
 
 
@@ -423,7 +432,7 @@ def _too_small(sources: Sequence[PackedRows], batch_size: int) -> EmptyDataError
     num_rows, length = sum(map(len, sources)), sources[0].sequence_length
     fixes = [f"a batch of at most {num_rows} rows"] if num_rows else []
     longest, got = max(tokens - 1, 0) // batch_size, "tokens / sequence length"
-    chats = [rows for rows in sources if isinstance(rows, ConversationRows)]
+    chats = [rows for rows in sources if isinstance(rows, WholeRows)]
     if chats:  # whole conversations fill fewer tokens of a row
         longest, got = tokens // batch_size - 1, "tokens, in rows of at most"
     if longest > 0 and all(longest >= rows.longest for rows in chats):

@@ -21,9 +21,11 @@ from tessera.train.config.setting_fields import (
 )
 from tessera.train.files.hub import HubName
 
-SOURCES = ("stdlib", "text", "mixture", "synthetic")
+SOURCES = ("stdlib", "text", "mixture", "synthetic", "preferences", "prompts")
 FORMATS = ("auto", "text", "jsonl")
 LOSS_ON = ("all", "answers", "last_turn")
+RECORDS = ("preferences", "prompts")
+"""The sources whose records are more than a text or a conversation."""
 
 
 # Not frozen: OmegaConf would refuse to override a frozen dataclass.
@@ -90,6 +92,10 @@ class DataConfig:
         and content, instead of a text; the tokenizer's chat template writes them.
       loss_on: For messages: which tokens are learned; last_turn has the answers after
         the last message of a user.
+      prompt_key: For preferences and prompts: the key of the prompt, text or a list of
+        messages; empty where chosen and rejected have it themselves.
+      chosen_key: For preferences: the key of the better answer.
+      rejected_key: For preferences: the key of the other one.
       tokenizer: bytes, the path of a tokenizers file (.json) or of a folder with one;
         null is that of the folder of the model's weights, and bytes without a folder.
       validation_fraction: The share of the data for validation; 0 disables it, and 1
@@ -111,6 +117,9 @@ class DataConfig:
     text_key: str = "text"
     messages_key: str = ""
     loss_on: str = setting("all", choices=LOSS_ON)
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
     tokenizer: str | None = None
     validation_fraction: float = setting(0.05, least=0, most=1)
     sources: dict[str, SourceConfig] = field(default_factory=dict)
@@ -127,7 +136,17 @@ class DataConfig:
 
 # Settings that a source does not read, and then those that files do not.
 _UNREAD: Final = (
-    Conflict("name!=text", "path split subset format text_key messages_key loss_on"),
+    Conflict(
+        "name!=text|preferences|prompts",
+        "path split subset format text_key messages_key loss_on",
+    ),
+    Conflict(
+        "name=preferences|prompts",
+        "format=text text_key messages_key loss_on",
+        ", whose text or messages data.prompt_key names",
+    ),
+    Conflict("name!=preferences|prompts", "prompt_key"),
+    Conflict("name!=preferences", "chosen_key rejected_key"),
     Conflict("name=synthetic", "tokenizer num_workers cache_dir"),
     Conflict("name!=mixture", "sources"),
     Conflict("name!=synthetic", "synthetic"),
@@ -156,7 +175,7 @@ def check(config: DataConfig) -> None:
     if config.name in SOURCES:
         problems += broken(_UNREAD, config, "data")
     files: dict[str, DataConfig | SourceConfig] = {}
-    if config.name == "text":
+    if config.name in ("text", *RECORDS):
         files["data"] = config
     if config.name == "mixture":
         problems += _source_names(config)

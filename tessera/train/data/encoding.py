@@ -2,7 +2,9 @@
 """Turns records into token ids, with a mask of the tokens that are learned."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from functools import cached_property
+from itertools import chain
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +16,15 @@ from tessera.train.data.chat_template import (
     ConversationError,
     is_unlearned,
 )
-from tessera.train.data.data_config import DataConfig
+from tessera.train.data.data_config import RECORDS, DataConfig
+from tessera.train.data.record_values import Preference, common_length
 from tessera.train.data.records import Record, bad_conversation
 from tessera.train.data.template_process import TemplateProcess
 from tessera.train.data.tokenization import (
     Ids,
     JsonTokenizer,
     Tokenizer,
+    end_of_text,
     load_tokenizer,
 )
 from tessera.train.data.vocabulary import (
@@ -29,6 +33,9 @@ from tessera.train.data.vocabulary import (
     out_of_vocabulary,
 )
 
+# A text, its tokens, and which of them are learned; None is all.
+_Learned: TypeAlias = tuple[str, Ids, npt.NDArray[np.bool_]]
+_Document: TypeAlias = tuple[str | bytes, Ids, npt.NDArray[np.bool_] | None]
 # Characters that are encoded at a time: enough to make calls cheap.
 _BATCH_SIZE: Final = 2**20
 
@@ -71,16 +78,26 @@ class Encoder:
         self.tokenizer = load_tokenizer(config.tokenizer_name)
         self.separator: int | None = self.tokenizer.separator
         self.config, self.vocab_size = config, vocab_size
-        self._template: TemplateProcess | None = None
+        self._begin = [] if self.separator is None else [self.separator]
         if config.messages_key:
-            _, self._template = chat_template_of(self.tokenizer, config.tokenizer_name)
-            # A template begins conversations itself.
+            _ = self._chat
+        if config.messages_key or config.name in RECORDS:
+            # A template begins conversations itself, and ``_begin`` other texts.
             self.separator = None
         else:
             check_separator(self.tokenizer, vocab_size)
 
-    def encode(self, record: Record, ignored: set[str]) -> Encoded:
-        """The tokens of a record.
+    @cached_property
+    def _chat(self) -> tuple[JsonTokenizer, TemplateProcess]:
+        return chat_template_of(self.tokenizer, self.config.tokenizer_name)
+
+    def encode(self, record: Record, ignored: set[str]) -> list[Encoded]:
+        """The tokens of a record: of a preference or a prompt as two documents.
+
+        The two of a preference are the better and the worse answer, each after the
+        prompt; an answer that does not exist is the first token of the other, and not
+        learned. Those of a prompt are its tokens, and its record, a token a byte of
+        JSON.
 
         Args:
           record: The record.
@@ -92,53 +109,113 @@ class Encoder:
           TokenizerError: [T605] the tokenizer has no ids for it.
           BadRecordError: [T607] it is a conversation that cannot be used.
         """
-        loss_mask: npt.NDArray[np.bool_] | None = None
         try:
-            if record.conversation is None:
-                text = record.text
-                ids = self.tokenizer.encode(text)
-            else:
-                chat = record.conversation
-                text, ids, loss_mask = self._encode_chat(chat, ignored)
+            documents = self._documents(record, ignored)
         except UnicodeDecodeError as error:
             raise _not_utf8(record, error) from error
         except ConversationError as error:
             unit, offset = record.unit, record.offset
-            raise bad_conversation(unit, offset, str(error)) from error
-        if out_of_vocabulary(ids, self.vocab_size).size:
-            check_tokens(
-                record.name,
-                text,
-                ids,
-                self.tokenizer,
-                self.vocab_size,
-                first_line=record.first_line,
-            )
-        return Encoded(ids, loss_mask, _size(text))
+            raise bad_conversation(unit, offset, str(error), self.config) from error
+        for text, ids, _ in documents:
+            if out_of_vocabulary(ids, self.vocab_size).size:
+                check_tokens(
+                    record.name,
+                    text,
+                    ids,
+                    self.tokenizer,
+                    self.vocab_size,
+                    first_line=record.first_line,
+                )
+        encoded = [Encoded(ids, mask, _size(text)) for text, ids, mask in documents]
+        if record.columns:
+            content = np.frombuffer(record.columns.encode(), np.uint8)
+            encoded.append(Encoded(content.astype(np.int32), None, 0))
+        return encoded
 
-    def _encode_chat(
-        self, conversation: Conversation, ignored: set[str]
-    ) -> tuple[str, Ids, npt.NDArray[np.bool_] | None]:
-        assert self._template is not None
-        assert isinstance(self.tokenizer, JsonTokenizer)
-        ignored.update(self._template.unread(conversation))
+    def _documents(self, record: Record, ignored: set[str]) -> Sequence[_Document]:
+        if record.preference is not None:
+            return self._encode_pair(record.preference, ignored)
+        if (chat := record.conversation) is None:
+            ids = self.tokenizer.encode(record.text)
+            if record.columns:
+                ids = np.array([*self._begin, *ids.tolist()])
+            return [(record.text, ids, None)]
+        tokenizer, template = self._chat
+        ignored.update(template.unread(chat))
+        if not record.columns:
+            return [self._encode_chat(chat)]
+        text = template.render(chat, add_generation_prompt=True)
+        return [(text, tokenizer.encode_chat(text)[0], None)]
+
+    def _encode_pair(self, pair: Preference, ignored: set[str]) -> list[_Learned]:
+        sides = (pair.chosen, pair.rejected)
+        texts = [side for side in sides if isinstance(side, str)]
+        made = self._encode_texts(texts, pair.shared) if texts else []
+        for side in sides:
+            if isinstance(side, Conversation):
+                ignored.update(self._chat[1].unread(side))
+                made.append(self._encode_answers(side, pair.shared))
+        if len(made) == 2 and made[0][1].tolist() == made[1][1].tolist():
+            sides = (None, None)  # no preference
+            made.clear()
+        # Where tokens merge over the end of the prompt, both answers begin before it.
+        first = min((int(mask.argmax()) for _, _, mask in made), default=0)
+        for _, _, mask in made:
+            mask[first : mask.argmax()] = True
+        ids = made[0][1][:1] if made else np.zeros(1, np.int32)
+        absent, left = ("", ids, np.zeros(1, bool)), iter(made)
+        return [absent if side is None else next(left) for side in sides]
+
+    def _encode_texts(self, texts: Sequence[str], shared: int) -> list[_Learned]:
+        """Texts with the token that ends them; what follows the prompt is learned.
+
+        The prompt ends where its own tokens and those of a text differ: a token that
+        spans the boundary is learned, as in TRL.
+        """
+        name, end = end_of_text(self.tokenizer)
+        if end is None:
+            raise TokenizerError(
+                "the tokenizer has no token that ends an answer",
+                got=f"the tokenizer {self.config.tokenizer_name}: no eos_token",
+                fix="name one in tokenizer_config.json, or use messages and a template",
+            )
+        whole = [text.removesuffix(name) for text in texts]
+        batch = self.tokenizer.encode_batch([texts[0][:shared], *whole])
+        prompt, *lists = (each.tolist() for each in batch)
+        made = list[_Learned]()
+        for text, ids in zip(whole, lists, strict=True):
+            first = len(self._begin) + common_length(prompt, ids)
+            tokens = np.array([*self._begin, *ids, end])
+            made.append((text, tokens, np.arange(tokens.size) >= first))
+        return made
+
+    def _encode_answers(self, conversation: Conversation, first: int) -> _Learned:
+        """A conversation, of which the answers from a message on are learned."""
+        tokenizer, template = self._chat
+        text, answers = template.render_answers(conversation, first)
+        ids, characters = tokenizer.encode_chat(text)
+        learned = [one for one in answers if one.is_learned]
+        if len(learned) < (len(answers) if self.config.name in RECORDS else 1):
+            count = "one" if learned else "each"
+            raise ConversationError(f"{count} of its answers has the weight 0")
+        return text, ids, _overlapping(characters, learned)
+
+    def _encode_chat(self, conversation: Conversation) -> _Document:
+        tokenizer, template = self._chat
         learns_all = self.config.loss_on == "all"
         if learns_all and not any(map(is_unlearned, conversation.messages)):
-            text = self._template.render(conversation)
-            return text, self.tokenizer.encode_chat(text)[0], None
+            text = template.render(conversation)
+            return text, tokenizer.encode_chat(text)[0], None
         first = 0
         if self.config.loss_on == "last_turn":
             roles = [message["role"] for message in conversation.messages]
             first = len(roles) - roles[::-1].index("user") if "user" in roles else 0
-        text, answers = self._template.render_answers(conversation, first)
-        ids, characters = self.tokenizer.encode_chat(text)
+        if not learns_all:
+            return self._encode_answers(conversation, first)
+        text, answers = template.render_answers(conversation)
+        ids, characters = tokenizer.encode_chat(text)
         unlearned = [one for one in answers if not one.is_learned]
-        if learns_all:
-            return text, ids, ~_overlapping(characters, unlearned)
-        learned = [one for one in answers if one.is_learned]
-        if not learned:
-            raise ConversationError("each of its answers has the weight 0")
-        return text, ids, _overlapping(characters, learned)
+        return text, ids, ~_overlapping(characters, unlearned)
 
     def encode_all(
         self, records: Iterable[Record], ignored: set[str]
@@ -148,15 +225,16 @@ class Encoder:
         Raises:
           TesseraError: As ``encode``.
         """
-        if self._template is not None:
-            yield from (self.encode(record, ignored) for record in records)
+        if self.config.messages_key or self.config.name in RECORDS:
+            for record in records:
+                yield from self.encode(record, ignored)
             return
         for batch in _batches(records):
             try:
                 encoded = self._encode_batch(batch)
             except (UnicodeDecodeError, TokenizerError, TokenRangeError):
                 # One by one, to name the record.
-                encoded = [self.encode(record, ignored) for record in batch]
+                encoded = [*chain(*(self.encode(each, ignored) for each in batch))]
             yield from encoded
 
     def _encode_batch(self, records: Sequence[Record]) -> list[Encoded]:

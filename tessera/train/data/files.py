@@ -23,7 +23,7 @@ from tessera.errors import (
     EmptyDataError,
     SettingConflictError,
 )
-from tessera.train.data.data_config import DataConfig
+from tessera.train.data.data_config import RECORDS, DataConfig
 from tessera.train.data.file_ranges import (
     COMPRESSIONS,
     JSON_LINES,
@@ -128,10 +128,13 @@ def _of_hub(config: DataConfig) -> list[Unit]:
 
 def _check_keys(config: DataConfig, files: list[Unit]) -> None:
     texts = [unit for unit in files if unit.format == TEXT]
-    if config.messages_key and texts:
+    needs = config.messages_key and f"data.messages_key={config.messages_key}"
+    if config.name in RECORDS:
+        needs = f"data={config.name}"
+    if needs and texts:
         raise SettingConflictError(
-            "data.messages_key needs records, and a file is read as one text",
-            got=f"data.messages_key={config.messages_key}, and {str(texts[0].path)!r}",
+            f"{needs} needs records, and a file is read as one text",
+            got=f"{needs}, and {str(texts[0].path)!r}",
             fix="use a narrower data.path, data.format=jsonl, or data.text_key",
         )
     if config.text_key != DataConfig.text_key and len(texts) == len(files):

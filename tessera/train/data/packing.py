@@ -175,7 +175,7 @@ class TokenStream:
         Raises:
           TokenCacheError: [T608] a shard is damaged.
         """
-        end = min(end, self.num_tokens)
+        end = min(end, int(self.begins[-1]))
         first = int(np.searchsorted(self.begins, begin, side="right")) - 1
         tokens = np.empty(max(end - begin, 0), np.int32)
         starts = [np.empty(0, np.int64)]
@@ -193,6 +193,17 @@ class TokenStream:
                     loss_mask = np.ones(tokens.size, bool)
                 loss_mask[here] = part.loss_mask
         return TokenArrays(tokens, np.concatenate(starts), loss_mask)
+
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """The index at which each document starts, [documents]; reads all shards.
+
+        Raises:
+          TokenCacheError: [T608] a shard is damaged.
+        """
+        starts = [np.empty(0, np.int64)]
+        for shard, at in zip(self.shards, self.begins, strict=False):
+            starts.append(shard.read(0, shard.num_tokens).starts + at)
+        return np.concatenate(starts)
 
 
 class ShardBuilder:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import BadRecordError, TesseraError, TokenCacheError
-from tessera.train.data.data_config import DataConfig
+from tessera.train.data.data_config import RECORDS, DataConfig
 from tessera.train.data.encoding import Encoder
 from tessera.train.data.file_ranges import Unit
 from tessera.train.data.records import Record, unread_records
@@ -51,6 +51,8 @@ _NO_CHANGE_OF_TOKENS: Final = frozenset(
     {"path", "sources", "tokenizer", "validation_fraction"}
     | {"prefetch", "num_workers", "cache_dir", "synthetic"}
 )
+# They change no tokens of other sources, whose blocks are older than these settings.
+_OF_RECORDS: Final = frozenset({"prompt_key", "chosen_key", "rejected_key"})
 # Small files share a block of this size; larger ones come as units of about as much.
 _BLOCK_BYTES: Final = 16 * 2**20
 # Less text than this is encoded before another process has started.
@@ -118,10 +120,13 @@ def prepare(
 def _settings_fingerprint(config: DataConfig) -> str:
     """The tokenizer, and everything else that changes the tokens of a text."""
     digest = hashlib.blake2b(digest_size=8)
+    unread = _NO_CHANGE_OF_TOKENS
+    if config.name not in RECORDS:
+        unread |= _OF_RECORDS
     settings = {
         one.name: getattr(config, one.name)
         for one in dataclasses.fields(config)
-        if one.name not in _NO_CHANGE_OF_TOKENS
+        if one.name not in unread
     }
     digest.update(repr((FORMAT, sorted(settings.items()))).encode())
     for path in tokenizer_files(config.tokenizer_name):

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the value of a record: a text, or a conversation."""
+"""Checks the value of a record: a text, a conversation, a prompt or two answers."""
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
+from tessera.errors import did_you_mean
 from tessera.errors.untrusted_text import check_json_values
 from tessera.train.data.chat_template import Conversation, Message
 
 TOOLS: Final = "tools"
 TEMPLATE_ARGUMENTS: Final = "chat_template_kwargs"
+COMPLETION: Final = "completion"
+LABEL: Final = "label"
 
 # What other trainers read beside the messages of a record, and this one does not.
 UNUSED: Final = (
@@ -136,10 +139,159 @@ def _parsed(value: Any) -> Any:
         return value  # the caller says what it should be
 
 
-def unused_keys(record: Mapping[str, Any], conversation: Conversation) -> Iterable[str]:
+def prompt_value(
+    record: Mapping[str, Any], key: str
+) -> tuple[str, Conversation | None]:
+    """The text under a key, or nothing and the messages that end before an answer.
+
+    Raises:
+      UnusableRecordError: It is neither, or empty.
+    """
+    if not isinstance(record[key], list):
+        if not (text := text_value(record[key], key)):
+            raise UnusableRecordError(f"its {key!r} is empty")
+        return text, None
+    conversation = conversation_value(record, key)
+    if conversation.messages[-1]["role"] == "assistant":
+        reason = f"the last message of its {key!r} is an answer of the assistant"
+        raise UnusableRecordError(f"{reason}, which a prompt leaves to the model")
+    return "", conversation
+
+
+def json_columns(record: Mapping[str, Any], first: str, ignored: set[str]) -> str:
+    """A record as JSON, dates as text, without bytes, and one of its keys first."""
+
+    def as_json(value: Any) -> str | None:
+        if not isinstance(value, bytes):
+            return str(value)
+        ignored.add("bytes, such as images")
+        return None
+
+    return json.dumps({first: record[first], **record}, default=as_json)
+
+
+class Preference(NamedTuple):
+    """A better and a worse answer, each with the prompt before it.
+
+    Attributes:
+      shared: The characters or messages of the prompt, with which both begin.
+      chosen: The better one; None where there is only a worse one.
+      rejected: The other one. Both are None where an answer is empty.
+    """
+
+    shared: int
+    chosen: str | Conversation | None
+    rejected: str | Conversation | None
+
+
+def preference_value(
+    record: Mapping[str, Any], chosen_key: str, rejected_key: str, prompt_key: str
+) -> Preference:
+    """Two answers to a prompt, in the layouts of the Hub's common data sets.
+
+        prompt, chosen, rejected     texts, or lists of messages
+        chosen, rejected             lists of messages that begin alike; a text under
+                                     the prompt's key is that of one of these
+        chosen, rejected             texts that begin alike, where that key is empty
+        prompt, completion, label    one answer, and whether it is a good one
+
+    Raises:
+      UnusableRecordError: It has none, or it is not known where they begin.
+    """
+    keys, label = [chosen_key, rejected_key], None
+    if chosen_key not in record and COMPLETION in record:
+        keys, label = [COMPLETION], record.get(LABEL)
+        if label not in (0, 1):
+            reason = f"its {LABEL!r} is {kind_of(label)}, not true or false"
+            raise UnusableRecordError(reason)
+    are_chats = isinstance(record.get(keys[0]), list)
+    # What two texts begin with is no prompt where that may be under another key.
+    is_explicit = isinstance(record.get(prompt_key), list) if are_chats else prompt_key
+    is_explicit = is_explicit or label is not None
+    sides: list[Any] = [_text_or_messages(record, key, are_chats) for key in keys]
+    if is_explicit:
+        prompt = _text_or_messages(record, prompt_key, are_chats)
+    else:
+        prompt = sides[0][: common_length(*sides)]
+        if not are_chats:  # as in TRL: the first token of an answer has the space
+            prompt = prompt.removesuffix(" ")
+    size = len(prompt)
+    # The answers of some data sets have the messages of the prompt, too.
+    is_whole = are_chats and all(side[:size] == prompt for side in sides)
+    if is_explicit and not is_whole:
+        sides = [prompt + side for side in sides]
+    answers = [side[size:] for side in sides]
+    if are_chats:
+        _check_prompt(record.get(prompt_key), prompt, answers)
+    if not prompt:
+        raise UnusableRecordError("its prompt is empty, or its answers have two")
+    if any(map(_is_empty, answers)):
+        return Preference(0, None, None)
+    if are_chats:
+        chat = conversation_value(record, keys[0])
+        sides = [chat._replace(messages=side) for side in sides]
+    if label is not None:
+        sides.insert(int(label), None)
+    return Preference(size, *sides)
+
+
+def _text_or_messages(record: Mapping[str, Any], key: str, are_chats: bool) -> Any:
+    if key not in record:
+        raise no_key(record, key, "preferences")
+    if are_chats:
+        return [*conversation_value(record, key).messages]
+    return text_value(record[key], key)
+
+
+def _check_prompt(
+    text: Any, prompt: Sequence[Message], answers: Iterable[Sequence[Message]]
+) -> None:
+    """See that an answer of the assistant follows a prompt that has this text."""
+    if (
+        text
+        and isinstance(text, str)
+        and text not in [m.get("content") for m in prompt]
+    ):
+        reason = "the text of its prompt is no message with which both answers begin"
+        raise UnusableRecordError(reason)
+    if any(answer and answer[0]["role"] != "assistant" for answer in answers):
+        reason = "its prompt is not followed by answers of the assistant"
+        raise UnusableRecordError(reason)
+
+
+def _is_empty(answer: str | Sequence[Message]) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    values = [one.get(key) for one in answer for key in ("content", "tool_calls")]
+    return not any(str(value or "").strip() for value in values)
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The number of elements with which two sequences begin alike.
+
+    Example:
+      >>> common_length("abc", "abd")
+      2
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    ends = (number for number, (a, b) in pairs if a != b)
+    return next(ends, min(len(one), len(other)))
+
+
+def no_key(record: Mapping[str, Any], key: str, source: str) -> UnusableRecordError:
+    """The reason of a record without a key, with the one that was probably meant."""
+    near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
+    if source == "text" and (chats := messages_keys(record)):
+        near = f"for its conversation, write data.messages_key={chats[0]}"
+    return UnusableRecordError(f"it has no key {key!r}; {near}")
+
+
+def unused_keys(
+    record: Mapping[str, Any], conversation: Conversation | None = None
+) -> Iterable[str]:
     """Keys that change what others would train on, and that are not read."""
     yield from (key for key in UNUSED if record.get(key) is not None)
-    for message in conversation.messages:
+    for message in conversation.messages if conversation else ():
         for key in _UNUSED_OF_MESSAGES:
             if message.get(key) is not None:
                 yield f"{key} of messages"

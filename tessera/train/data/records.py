@@ -6,7 +6,7 @@ in each line, tables one in each row: a text, or the messages of a conversation.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from tessera.errors import (
 )
 from tessera.errors.untrusted_text import check_json_values
 from tessera.train.data.chat_template import Conversation
-from tessera.train.data.data_config import DataConfig
+from tessera.train.data.data_config import RECORDS, DataConfig
 from tessera.train.data.file_ranges import (
     JSON_LINES,
     MOST_TEXT_BYTES,
@@ -27,20 +27,36 @@ from tessera.train.data.file_ranges import (
     Unit,
 )
 from tessera.train.data.record_values import (
+    COMPLETION,
+    LABEL,
     TEMPLATE_ARGUMENTS,
     TOOLS,
     UNUSED,
+    Preference,
     UnusableRecordError,
     conversation_value,
+    json_columns,
     kind_of,
     messages_keys,
+    no_key,
     not_utf8,
+    preference_value,
+    prompt_value,
     text_value,
     unused_keys,
 )
 from tessera.train.data.table_files import column_names, read_columns
 from tessera.train.files.regular_files import check_regular
 
+# What records have, and how to name its keys.
+_OF_RECORDS: Final = {
+    "preferences": (
+        "pair of answers",
+        "use other keys: data.prompt_key=, data.chosen_key= or data.rejected_key=<name>"
+        "\nor, of whole texts that begin alike: data.prompt_key=''",
+    ),
+    "prompts": ("prompt", "use another key: data.prompt_key=<name>"),
+}
 _MOST_RECORD_BYTES: Final = 64 * 2**20
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -53,12 +69,16 @@ class Record(NamedTuple):
       offset: Where it begins: its first byte in the decompressed file, or its row.
       text: The text; bytes of text files are not decoded. Empty if there are messages.
       conversation: The messages, and what else the chat template is given.
+      preference: Of preferences: two texts or conversations that begin alike.
+      columns: Of prompts: the whole record as JSON.
     """
 
     unit: Unit
     offset: int
     text: str | bytes
     conversation: Conversation | None = None
+    preference: Preference | None = None
+    columns: str = ""
 
     @property
     def name(self) -> str:
@@ -105,9 +125,7 @@ def unread_records(
             yield partial(Record, *record)
         return
     values = _read_lines if unit.format == JSON_LINES else _read_rows
-    key = config.messages_key or config.text_key
-    others = (TOOLS, TEMPLATE_ARGUMENTS) if config.messages_key else ()
-    for offset, parse in values(unit, key, others):
+    for offset, parse in values(unit, config):
         yield partial(_record, unit, offset, parse, config, ignored)
 
 
@@ -115,15 +133,34 @@ def _record(
     unit: Unit, offset: int, parse: "_Parse", config: DataConfig, ignored: set[str]
 ) -> Record:
     try:
-        values = parse()
+        values, (key, *others) = parse(), _keys(config)
+        if config.name == "preferences":
+            pair = preference_value(values, key, others[0], config.prompt_key)
+            ignored.update({*unused_keys(values)} - {key, *others})
+            return Record(unit, offset, "", preference=pair)
+        if key not in values:
+            raise no_key(values, key, config.name)
+        if config.name == "prompts":
+            columns = json_columns(values, key, ignored)
+            return Record(unit, offset, *prompt_value(values, key), columns=columns)
         if not config.messages_key:
-            text = text_value(values[config.text_key], config.text_key)
-            return Record(unit, offset, text)
-        conversation = conversation_value(values, config.messages_key)
+            return Record(unit, offset, text_value(values[key], key))
+        conversation = conversation_value(values, key)
     except UnusableRecordError as error:
         raise bad_record(unit, offset, str(error), config) from error
     ignored.update(unused_keys(values, conversation))
     return Record(unit, offset, "", conversation)
+
+
+def _keys(config: DataConfig) -> tuple[str, ...]:
+    """The keys of a record that are read, the one that it needs first."""
+    chat = TOOLS, TEMPLATE_ARGUMENTS
+    if config.name == "preferences":
+        pair = config.chosen_key, config.rejected_key, config.prompt_key
+        return (*pair, COMPLETION, LABEL, *chat)
+    if config.name == "prompts":
+        return (config.prompt_key,)
+    return (config.messages_key, *chat) if config.messages_key else (config.text_key,)
 
 
 def conversation_setting(path: str) -> str:
@@ -196,11 +233,9 @@ def not_text(unit: Unit, got: str) -> DataFormatError:
 _Parse: TypeAlias = Callable[[], Mapping[str, Any]]
 
 
-def _read_lines(
-    unit: Unit, key: str, others: Sequence[str]
-) -> Iterator[tuple[int, _Parse]]:
+def _read_lines(unit: Unit, config: DataConfig) -> Iterator[tuple[int, _Parse]]:
     """The offset and values of each line that is not blank."""
-    del others  # a line is parsed whole
+    del config  # a line is parsed whole
     offset = unit.begin
     with unit.open(unit.begin) as stream:
         while unit.end is None or offset < unit.end:
@@ -214,7 +249,7 @@ def _read_lines(
             if not offset:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
-                yield offset, partial(_values_in, line.removesuffix(b"\n"), key)
+                yield offset, partial(_values_in, line.removesuffix(b"\n"))
             offset += size
 
 
@@ -223,7 +258,7 @@ def _refuse_length() -> Mapping[str, Any]:
     raise UnusableRecordError(f"it is longer than {most}")
 
 
-def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
+def _values_in(line: bytes) -> Mapping[str, Any]:
     try:
         text = line.decode()
         check_json_values(text)
@@ -241,35 +276,30 @@ def _values_in(line: bytes, key: str) -> Mapping[str, Any]:
     if not isinstance(record, dict):
         reason = f"it is {kind_of(record)}, not an object"
         raise UnusableRecordError(reason)
-    if key not in record:
-        near = did_you_mean(key, [str(name)[:40] for name in list(record)[:12]])
-        if chats := messages_keys(record):
-            near = f"for its conversation, write data.messages_key={chats[0]}"
-        raise UnusableRecordError(f"it has no key {key!r}; {near}")
     return record
 
 
-def _read_rows(
-    unit: Unit, key: str, others: Sequence[str]
-) -> Iterator[tuple[int, _Parse]]:
+def _read_rows(unit: Unit, config: DataConfig) -> Iterator[tuple[int, _Parse]]:
     """The number and values of each row of a table."""
+    keys = _keys(config)
     with unit.coded_errors():
         check_regular(unit.path)
         try:
+            names = column_names(unit.path)
+            if config.name in RECORDS:
+                others = keys if config.name == "preferences" else names
+                keys = tuple(name for name in names if name in others) or keys
             # Not read, as they may be images.
-            names = column_names(unit.path) if others else ()
-            unused = {name: True for name in names if name in UNUSED}
-            for row, values in read_columns(
-                unit.path, (key, *others), unit.begin, unit.end
-            ):
-                yield row, partial(_values_of_row, {**unused, **values})
+            unread = {name: name in UNUSED or None for name in names}
+            for row, values in read_columns(unit.path, keys, unit.begin, unit.end):
+                yield row, partial(_values_of_row, {**unread, **values})
         except KeyError as error:
             (names,) = error.args
             raise BadRecordError(
-                f"the data file {unit.name!r} has no column {key!r}",
+                f"the data file {unit.name!r} has no column {keys[0]!r}",
                 got=f"{unit.path} has {', '.join(names)}",
-                fix="set data.text_key or data.messages_key to a column; "
-                + did_you_mean(key, names[:12]),
+                fix="name a column: data.text_key, data.messages_key, data.prompt_key; "
+                + did_you_mean(keys[0], names[:12]),
             ) from error
 
 
@@ -292,9 +322,10 @@ def bad_record(
     """The error for a record that cannot be used."""
     position = _position(unit, offset).removeprefix(", ")
     what = "messages" if config.messages_key else "text"
-    key = config.messages_key or config.text_key
-    fix = f"use another key: data.{what}_key=<name>"
-    if unit.format == JSON_LINES:
+    key, fix = _keys(config)[0], f"use another key: data.{what}_key=<name>"
+    if config.name in RECORDS:
+        what, fix = _OF_RECORDS[config.name]
+    elif unit.format == JSON_LINES:
         fix = (
             f'write one JSON object a line, with its {what} under "{key}"\n'
             f"or {fix}\nor train on the raw lines: data.format=text"
@@ -306,15 +337,20 @@ def bad_record(
     )
 
 
-def bad_conversation(unit: Unit, offset: int, reason: str) -> BadRecordError:
+def bad_conversation(
+    unit: Unit, offset: int, reason: str, config: DataConfig
+) -> BadRecordError:
     """The error for messages that the chat template cannot write, or not for this."""
     position = _position(unit, offset).removeprefix(", ")
+    unfound = (
+        "if answers are not found, learn those after the last message of a user: "
+        "data.loss_on=last_turn, or all that is written: data.loss_on=all\nor "
+    )
     return BadRecordError(
         f"{position} of the data file {unit.name!r} is a conversation that the chat "
         "template cannot use",
         got=f"{unit.path}, {position}: {reason}",
         fix="correct the record, or leave it out\n"
-        "if answers are not found, learn those after the last message of a user: "
-        "data.loss_on=last_turn, or all that is written: data.loss_on=all\n"
-        "or mark them by {% generation %} in the chat template of the model's folder",
+        + ("" if config.name in RECORDS else unfound)
+        + "mark answers by {% generation %} in the chat template of the model's folder",
     )

@@ -3,8 +3,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-import numpy as np
-
 from tessera.train.data.tokenization import Tokenizer
 
 _INCOMPLETE = "\ufffd"
@@ -84,22 +82,19 @@ class TextStream:
 
 
 def stream_texts(
-    steps: Iterable[np.ndarray],
+    tokens: Iterable[tuple[int, int]],
     streams: Sequence[TextStream],
     stop_tokens: Collection[int],
-) -> Iterator[list[str]]:
-    """The new text of each row after each token, and at last what was held back.
+) -> Iterator[tuple[int, str]]:
+    """The index of a row and its new text, and at last what each held back.
 
     Args:
-      steps: As from ``Sampler.stream``.
-      streams: That of each row; the steps end with the last of them.
+      tokens: The index of a row and its next token, as from ``Sampler.stream``.
+      streams: That of each row.
       stop_tokens: These have no text.
     """
-    for tokens in steps:
-        yield [
-            stream.push(token) if token >= 0 and token not in stop_tokens else ""
-            for token, stream in zip(tokens.tolist(), streams, strict=True)
-        ]
-        if all(stream.is_ended for stream in streams):
-            break
-    yield [stream.finish() for stream in streams]
+    for row, token in tokens:
+        if token not in stop_tokens:
+            yield row, streams[row].push(token)
+    for row, stream in enumerate(streams):
+        yield row, stream.finish()

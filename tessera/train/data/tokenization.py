@@ -8,7 +8,7 @@ is used. Nothing is ever downloaded.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -196,7 +196,7 @@ class JsonTokenizer:
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return _as_ids(encoding.ids), offsets
 
-    @property
+    @cached_property
     def special_tokens(self) -> dict[str, int]:
         """The ids of special tokens by their names."""
         added = self._tokenizer.get_added_tokens_decoder()
@@ -269,6 +269,19 @@ def load_tokenizer(name: str) -> Tokenizer:
             "(hf://<organization>/<name>), or to bytes",
         )
     return JsonTokenizer(path)
+
+
+def end_of_text(tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """The token that ends a text: ``eos_token`` with its name, else the separator.
+
+    Returns:
+      The name, empty for a separator, and the id; None if there is neither.
+    """
+    if isinstance(tokenizer, JsonTokenizer):
+        name = tokenizer.folder.special_tokens.get("eos_token", "")
+        if (number := tokenizer.special_tokens.get(name)) is not None:
+            return name, number
+    return "", tokenizer.separator
 
 
 def tokenizer_files(name: str) -> list[Path]:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from tessera import errors
 from tessera.errors import TesseraError
@@ -97,11 +97,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def main() -> NoReturn:
     """Answer the calls of the process that has started this one, until it ends."""
     memory_bytes, cpu_seconds = int(sys.argv[1]), float(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "wb")
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor do its own processes read calls
     os.dup2(2, 1)  # what a library prints is no answer
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     requests = SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]]()
-    threading.Thread(target=_receive, args=(requests,), daemon=True).start()
+    threading.Thread(target=_receive, args=(calls, requests), daemon=True).start()
     while True:
         function, arguments = requests.get()
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -111,11 +112,11 @@ def main() -> NoReturn:
         answers.flush()
 
 
-def _receive(requests: "SimpleQueue[Any]") -> None:
+def _receive(calls: BinaryIO, requests: "SimpleQueue[Any]") -> None:
     """Read requests beside the calls, to end at once when nobody waits for them."""
     try:
         while True:
-            requests.put(pickle.load(sys.stdin.buffer))
+            requests.put(pickle.load(calls))
     finally:
         os._exit(1)
 

@@ -128,7 +128,7 @@ def test_no_answer_in_any_row_is_an_error(tmp_path):
     with pytest.raises(EmptyDataError) as caught:
         chat_corpus(tmp_path, [LONG, LONG], 20)
     assert "[T602] no answer begins within a row" in str(caught.value)
-    assert "  fix: use training.sequence_length=" in str(caught.value)
+    assert "first answer begins later; training.sequence_length=" in str(caught.value)
 
 
 def test_too_few_conversations_for_a_batch_say_what_fits(tmp_path):

@@ -28,7 +28,8 @@ def test_an_unknown_name_lists_the_known():
     assert refusal(name="stdlb") == (
         "[T502] data.name does not take this value\n"
         "  got: data.name=stdlb\n"
-        "  fix: did you mean 'stdlib'? use stdlib, text, mixture or synthetic\n"
+        "  fix: did you mean 'stdlib'? use stdlib, text, mixture, synthetic, "
+        "preferences or prompts\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T502.html"
     )
 
@@ -80,6 +81,17 @@ def test_a_setting_that_would_be_ignored_is_refused():
     assert "data.tokenizer=x.json; data.name=synthetic\n" in tokenizer
     synthetic = refusal(synthetic={"noise": 0.0})
     assert "data.synthetic has no effect" in synthetic
+
+
+@pytest.mark.parametrize("name", ["preferences", "prompts"])
+def test_records_have_keys_of_their_own(name):
+    check(DataConfig(name=name, path="a", prompt_key=""))
+    for setting in ({"messages_key": "chat"}, {"text_key": "a"}, {"format": "text"}):
+        message = refusal(name=name, path="a", **setting)
+        assert f"data.{next(iter(setting))} has no effect in this run" in message
+        assert f"data.name={name}, whose text or messages data.prompt_key" in message
+    assert "data.prompt_key has no effect" in refusal(prompt_key="q")
+    assert "data.chosen_key has no effect" in refusal(name="prompts", chosen_key="q")
 
 
 def test_all_mistakes_are_told_at_once():

@@ -72,7 +72,8 @@ def encoder(folder, loss_on):
 
 def encoded_by(encoder, messages):
     unit = Unit("a.parquet", Path("a.parquet"), "parquet")
-    return encoder.encode(Record(unit, 2, "", Conversation(messages)), set())
+    (found,) = encoder.encode(Record(unit, 2, "", Conversation(messages)), set())
+    return found
 
 
 def encoded(folder, messages, loss_on):

@@ -3,7 +3,6 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from tessera.train.data.text_stream import TextStream, stream_texts
@@ -58,16 +57,10 @@ def test_the_first_piece_is_decoded_after_the_prompt() -> None:
 
 
 def test_each_row_has_its_text_after_each_token() -> None:
-    end, done = 256, -1
-    tokens = [*zip(b"abc", b"xst", strict=True), (end, done), (done, done)]
+    end = 256
+    tokens = [(0, ord("a")), (1, ord("x")), (0, ord("b")), (1, ord("s")), (0, end)]
     streams = [TextStream(TOKENIZER), TextStream(TOKENIZER, stops=["st"])]
-    found = [*stream_texts(map(np.array, tokens), streams, {end})]
-    # The last one is what was held back.
-    assert found == [["a", "x"], ["b", ""], ["c", ""], ["", ""], ["", ""], ["", ""]]
-
-
-def test_no_token_is_asked_for_after_every_row_has_a_stop_text() -> None:
-    steps = iter(np.array([[ord(c)] for c in "abc"]))
-    stream = TextStream(TOKENIZER, stops=["b"])
-    assert [*stream_texts(steps, [stream], ())] == [["a"], [""], [""]]
-    assert next(steps) == ord("c")
+    found = [*stream_texts(tokens, streams, {end})]
+    # The last of each is what was held back.
+    expected = [(0, "a"), (1, "x"), (0, "b"), (1, "")]
+    assert found == [*expected, (0, ""), (1, "s")]
