@@ -39,23 +39,55 @@ def correct_options(platform: str) -> dict[str, str]:
     return {_FUSIONS: _MATMULS_ALONE}
 
 
+def rounding_options(platform: str) -> dict[str, bool | str]:
+    """Options with which programs round alike on every mesh.
+
+    XLA for CPUs simplifies a program of one device and one of several from other forms
+    (a/b*c as a*c/b); without this pass it computes what is written. GPUs' kernels add
+    in any order unless told not to. XLA keeps values of narrow arrays in f32 inside a
+    fusion, which may be another on a mesh.
+    """
+    options: dict[str, bool | str] = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_deterministic_ops"] = True
+    if platform == "cpu":
+        options["xla_disable_hlo_passes"] = "algsimp"
+    return options
+
+
 class CorrectJit:
     """``jax.jit`` of a function, compiled with these options.
 
     A call in a program that JAX traces becomes a part of it, which has no options of
     its own.
+
+    Args:
+      function: What is compiled.
+      rounds_alike: Whether with ``rounding_options`` too.
+      **options: Of ``jax.jit``.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        rounds_alike: bool = False,
+        **options: Any,
+    ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._options = function, options
+        self._rounds_alike = rounds_alike
         self._part = jax.jit(function, **options)
 
     @functools.cached_property
     def alone(self) -> Any:
         """The jitted function of calls outside of traces."""
-        correct = correct_options(jax.default_backend()) or None
-        return jax.jit(self._function, compiler_options=correct, **self._options)
+        platform = jax.default_backend()
+        correct: dict[str, bool | str] = {**correct_options(platform)}
+        if self._rounds_alike:
+            correct |= rounding_options(platform)
+        options = correct or None
+        return jax.jit(self._function, compiler_options=options, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, or become part of what JAX traces."""

@@ -21,7 +21,9 @@ from tessera.jax_compat import jaxprs
 from tessera.jax_compat.traces import manual_axes
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import Mesh
+from tessera.ops import device_collectives
 from tessera.shard import DistTensor
+from tessera.shard_spec import axes_of_dims
 from tessera.tracing import scope
 
 Layout: TypeAlias = tuple[Mesh, PartitionSpec]
@@ -215,3 +217,11 @@ def as_array(value: Any) -> jax.Array:
             f"batch[{next(iter(value), 'input')!r}]",
         )
     return jnp.asarray(value)
+
+
+def gathered(block: jax.Array, layout: PartitionSpec) -> jax.Array:
+    """The whole array of which a device has a block, inside of a region."""
+    for dim, axes in enumerate(axes_of_dims(layout, block.ndim)):
+        if axes:
+            block = device_collectives.all_gather(block, axes, dim)
+    return block

@@ -21,7 +21,7 @@ from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.tracer import Trace
 from tessera.jax_compat import jaxprs
 from tessera.jax_compat.equation_lines import lines_in_cache_key
-from tessera.jax_compat.workarounds import correct_options
+from tessera.jax_compat.workarounds import correct_options, rounding_options
 from tessera.ops.operand_layouts import in_types_of
 
 # Options for GPUs that let more of the collectives' time pass beside computation for
@@ -34,13 +34,6 @@ _OVERLAP: Final[Mapping[str, bool | str]] = {
 }
 # Gathers a layer ahead. Inside of a host its copies take longer than what it hides.
 _PREFETCH: Final = "xla_gpu_enable_pipelined_all_gather"
-# For steps that round alike on every mesh. XLA for CPUs simplifies a program of one
-# device and one of several from other forms (a/b*c as a*c/b); without this pass it
-# computes what is written. GPUs' kernels add in any order unless told not to. XLA
-# keeps values of narrow arrays in f32 inside a fusion, which may be another on a mesh.
-_WITHOUT_PASSES: Final = "xla_disable_hlo_passes", "algsimp"
-_EXCESS_PRECISION: Final = "xla_allow_excess_precision"
-_FIXED_KERNELS: Final = "xla_gpu_deterministic_ops"
 _UNKNOWN: Final = re.compile(r"No such compile option: '(\w+)'")
 
 
@@ -188,13 +181,10 @@ def options_of(graph: Graph) -> dict[str, bool | str]:
     if overlap is not None and graph.platform == "gpu":
         options.setdefault("xla_gpu_enable_latency_hiding_scheduler", overlap)
     if graph.plan.rounds_alike:
-        options[_EXCESS_PRECISION] = False
-    if graph.plan.rounds_alike and graph.platform == "gpu":
-        options[_FIXED_KERNELS] = True
-    if graph.plan.rounds_alike and graph.platform == "cpu":
-        name, passes = _WITHOUT_PASSES
-        given = options.get(name)
-        options[name] = f"{given},{passes}" if given else passes
+        alike, passes = rounding_options(graph.platform), "xla_disable_hlo_passes"
+        if passes in alike and (given := options.get(passes)):
+            alike[passes] = f"{given},{alike[passes]}"
+        options |= alike
     defaults = {} if overlap is False else _overlap_options(graph)
     return {**correct_options(graph.platform), **defaults, **options}
 

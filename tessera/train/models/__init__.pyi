@@ -4,8 +4,6 @@
 from tessera.train.models.axis_rules import RULES as RULES
 from tessera.train.models.decoder.config import DecoderConfig as DecoderConfig
 from tessera.train.models.decoder.decoder_model import DecoderModel as DecoderModel
-from tessera.train.models.generation import Sampler as Sampler
-from tessera.train.models.generation import generate as generate
 from tessera.train.models.named_models import config_of as config_of
 from tessera.train.models.named_models import model_names as model_names
 from tessera.train.models.partition_rules import Placement as Placement

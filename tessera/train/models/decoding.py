@@ -1,78 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Decoding``: what generation needs of a model, with or without a cache."""
+"""``Decoding``: what generation needs of a model, with or without keys and values."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tessera.errors import OperandError
 from tessera.foundations.tree import Tree
-from tessera.train.models.partition_rules import Placement
+from tessera.train.models.paged_cache import Pages, gather_blocks, store
+from tessera.train.models.partition_rules import NO_MESH, Placement
 
 if TYPE_CHECKING:
     from tessera.train.models.registered_model import RegisteredModel
 
-Logits: TypeAlias = Float[Array, "batch vocab"]
-# How much padding each row has on its left; None if there is none.
-Pads: TypeAlias = Int[Array, " batch"] | None
+Logits: TypeAlias = Float[Array, "parts slots vocab"]
+# Of each layer, arrays of blocks [P, B, G, block, K].
+Cache: TypeAlias = list[tuple[Array, ...]]
+# Of each layer, the tokens that are not yet in the cache: [P, N, G, F, K].
+NewTokens: TypeAlias = list[tuple[Array, ...]]
 
 
 @dataclass(frozen=True)
 class Decoding(ABC):
     """The functions of one model that are compiled to generate text.
 
-    Programs are cached by it.
+    Programs are cached by it. ``paged_cache.py`` describes blocks and parts.
 
     Attributes:
-      place: Shards the batch; sequences are whole.
+      place: Shards the parts as the batch; sequences and weights are whole but for
+        the shards of ``tp``.
     """
 
     place: Placement = field(kw_only=True)
 
+    @property
     @abstractmethod
-    def unstack(self, params: Tree) -> Any:
-        """The parameters without stages in the form that decoding uses."""
+    def windows(self) -> tuple[int | None, ...]:
+        """The kinds of layers: how many tokens each attends to, None for all."""
+
+    @property
+    @abstractmethod
+    def kinds(self) -> tuple[int, ...]:
+        """The index in ``windows`` of each layer of the cache."""
+
+    def check_length(self, length: int) -> None:
+        """Check that rows may have so many tokens that are read.
+
+        Raises:
+          ModelShapeError: [T405] they may not.
+        """
+        del length
 
     @abstractmethod
-    def prefill(
-        self, weights: Any, tokens: Int[Array, "batch seq"], pads: Pads, length: int
-    ) -> tuple[Logits, Any]:
-        """The logits after the prompts, and what later steps need of them.
+    def weights(self, params: Tree) -> Any:
+        """The parameters, as from ``init``, in the form that decoding uses.
 
-        Args:
-          weights: As from ``unstack``.
-          tokens: The prompts, padded on the left.
-          pads: How much padding each row has.
-          length: The slots of a row that will be used, at least those of the prompts.
+        A program makes it once, before the tokens that it computes.
         """
 
     @abstractmethod
-    def step(
+    def new_cache(
+        self, params: Tree, parts: int, blocks: Sequence[int], block: int
+    ) -> Cache:
+        """An empty cache.
+
+        Args:
+          params: Those of the model, or their shapes and dtypes.
+          parts: Shards of the batch.
+          blocks: Of each part, by kind of layer.
+          block: Tokens of a block.
+        """
+
+    @abstractmethod
+    def reads(self, cache: Cache, pages: Pages) -> Any:
+        """What ``extend`` needs to find the tokens that are cached."""
+
+    @abstractmethod
+    def extend(
         self,
         weights: Any,
-        cache: Any,
-        tokens: Int[Array, " batch"],
-        slot: Int[Array, ""],
-        pads: Pads,
-    ) -> tuple[Logits, Any]:
-        """The logits after one more token of each row, and the cache with it.
+        cache: Cache,
+        new: NewTokens,
+        tokens: Int[Array, "parts slots more"],
+        index: Int[Array, ""],
+        pages: Pages,
+        reads: Any,
+    ) -> tuple[Logits, NewTokens]:
+        """The logits after some more tokens of each row, and these in the buffers.
 
         Args:
-          weights: As from ``unstack``.
-          cache: Of the slots before.
-          tokens: The tokens at ``slot``.
-          slot: Where the tokens are in their padded rows.
-          pads: As for ``prefill``.
+          weights: As from ``weights``.
+          cache: The tokens up to ``pages.starts``.
+          new: Those from there on.
+          tokens: What is added behind ``index`` new ones.
+          index: How many new tokens there are.
+          pages: Where the cached tokens are.
+          reads: As from ``reads``.
         """
+
+    def new_tokens(self, cache: Cache, slots: int, count: int) -> NewTokens:
+        """Empty buffers for so many tokens of each slot."""
+
+        def empty(pool: Array) -> Array:
+            parts, _, heads, _, width = pool.shape
+            return jnp.zeros((parts, slots, heads, count, width), pool.dtype)
+
+        return jax.tree.map(empty, cache)
+
+    def stored(self, cache: Cache, new: NewTokens, pages: Pages) -> Cache:
+        """The cache with the new tokens."""
+        return [
+            tuple(
+                store(pool, more, pages, kind)
+                for pool, more in zip(pools, buffers, strict=True)
+            )
+            for pools, buffers, kind in zip(cache, new, self.kinds, strict=True)
+        ]
+
+    def alone(self) -> "Decoding":
+        """The same on one device, with whole weights."""
+        return replace(self, place=replace(NO_MESH, dtype=self.place.dtype))
 
 
 @dataclass(frozen=True)
 class RecomputedDecoding(Decoding):
-    """Computes the whole row for each token: every causal model can, without a cache.
+    """Computes the whole row for each token: every causal model can.
+
+    Its cache is the tokens themselves.
 
     Attributes:
       model: The model.
@@ -80,54 +138,55 @@ class RecomputedDecoding(Decoding):
 
     model: "RegisteredModel"
 
-    def unstack(self, params: Tree) -> Tree:
+    windows = (None,)
+    kinds = (0,)
+
+    def weights(self, params: Tree) -> Tree:
         """The parameters as they are."""
         return params
 
-    def prefill(
-        self, weights: Tree, tokens: Int[Array, "batch seq"], pads: Pads, length: int
-    ) -> tuple[Logits, Array]:
-        """See ``Decoding``; the cache is the rows of tokens.
+    def new_cache(
+        self, params: Tree, parts: int, blocks: Sequence[int], block: int
+    ) -> Cache:
+        """See ``Decoding``."""
+        del params
+        return [(jnp.zeros((parts, blocks[0], 1, block, 1), jnp.int32),)]
 
-        Raises:
-          OperandError: [T401] prompts differ in length, and the model does not read
-            where they begin.
-        """
-        lacking = {"segment_ids", "positions"} - {*self.model.definition.inputs}
-        if pads is not None and lacking:
-            raise OperandError(
-                "this model cannot continue prompts of different lengths",
-                got=f"it does not read {' and '.join(sorted(lacking))}",
-                fix="give it prompts of one length, or one after the other",
-            )
-        size = tokens.shape[1]
-        rows = jnp.pad(tokens.astype(jnp.int32), ((0, 0), (0, length - size)))
-        return self._logits(weights, rows, jnp.int32(size - 1), pads), rows
+    def reads(self, cache: Cache, pages: Pages) -> Int[Array, "parts slots length"]:
+        """The cached tokens of each row."""
+        return gather_blocks(cache[0][0], pages.tables[0])[:, :, 0, :, 0]
 
-    def step(
+    def extend(
         self,
         weights: Tree,
-        cache: Int[Array, "batch length"],
-        tokens: Int[Array, " batch"],
-        slot: Int[Array, ""],
-        pads: Pads,
-    ) -> tuple[Logits, Array]:
-        """See ``Decoding``."""
-        rows = jax.lax.dynamic_update_slice(cache, tokens[:, None], (0, slot))
-        return self._logits(weights, rows, slot, pads), rows
-
-    def _logits(
-        self, weights: Tree, rows: Array, slot: Int[Array, ""], pads: Pads
-    ) -> Logits:
-        """The logits after ``slot``; padding and later slots are other documents."""
-        slots = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
-        first = jnp.int32(0) if pads is None else pads[:, None]
-        own = (slots >= first).astype(jnp.int32) + (slots > slot).astype(jnp.int32)
+        cache: Cache,
+        new: NewTokens,
+        tokens: Int[Array, "parts slots more"],
+        index: Int[Array, ""],
+        pages: Pages,
+        reads: Any,
+    ) -> tuple[Logits, NewTokens]:
+        """See ``Decoding``. What follows the last token is another document."""
+        del cache
+        more = tokens.astype(jnp.int32)[:, :, None, :, None]
+        buffer = jax.lax.dynamic_update_slice(new[0][0], more, (0, 0, 0, index, 0))
+        parts, slots, length = reads.shape
+        positions = jnp.arange(length, dtype=jnp.int32)[None]
+        starts = pages.starts.reshape(-1, 1)
+        added = buffer.reshape(parts * slots, -1)
+        last = starts + index + tokens.shape[2] - 1
+        source = jnp.clip(positions - starts, 0, added.shape[1] - 1)
+        rows = jnp.where(
+            positions < starts,
+            reads.reshape(-1, length),
+            jnp.take_along_axis(added, source, axis=1),
+        )
+        is_later = positions > last
         inputs = {
-            "tokens": self.place.constrain(rows, "batch", None),
-            "segment_ids": jnp.broadcast_to(own, rows.shape),
-            "positions": jnp.broadcast_to(jnp.maximum(slots - first, 0), rows.shape),
+            "tokens": self.place.constrain(jnp.where(is_later, 0, rows), "batch", None),
+            "segment_ids": 1 + is_later.astype(jnp.int32),
+            "positions": jnp.broadcast_to(positions, rows.shape),
         }
         logits = self.model.logits(weights, inputs, self.place)
-        last = jax.lax.dynamic_index_in_dim(logits, slot, 1, keepdims=False)
-        return last.astype(jnp.float32)
+        logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
+        return logits.astype(jnp.float32).reshape(parts, slots, -1), [(buffer,)]

@@ -13,7 +13,7 @@ which a scan iterates over, so that one block is compiled.
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self, TypeAlias
@@ -21,12 +21,12 @@ from typing import Any, Self, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import Tree, named_leaves, nest, path_name
 from tessera.mesh import AnyMesh, Mesh, as_mesh
-from tessera.ops.losses import cross_entropy
+from tessera.ops.losses import Reduction, cross_entropy
 from tessera.shard import ShardSpec
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import (
@@ -39,9 +39,14 @@ from tessera.train.models.parameter_tree import DimNames, check_tree, layouts_of
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.pipeline_stages import StageSplit
 
-Batch: TypeAlias = Mapping[str, Int[Array, "..."]]
+Batch: TypeAlias = Mapping[str, Num[Array, "..."]]
 # Sums over the tokens of a batch that a step reports, ``loss`` among them.
 Sums: TypeAlias = dict[str, Float[Array, ""]]
+# From a model, its parameters, the hidden state after the last block, the batch, the
+# layout of activations and the tokens of a chunk to the sums of a loss.
+HeadSums: TypeAlias = Callable[
+    ["Model", Tree, Array, Batch, Placement, int | str], Sums
+]
 
 
 @dataclass(frozen=True)
@@ -139,10 +144,15 @@ class Model(ABC):
         """
 
     def block_sums(
-        self, statistics: Tree, batch: Batch
+        self, statistics: Tree, count: Float[Array, ""]
     ) -> tuple[Float[Array, ""] | float, Sums]:
-        """What is trained beside the loss, and what is reported, of the blocks."""
-        del statistics, batch
+        """What is trained beside the loss, and what is reported, of the blocks.
+
+        Args:
+          statistics: As from ``run_blocks``.
+          count: The weight of the batch among those of a step.
+        """
+        del statistics, count
         return 0.0, {}
 
     @abstractmethod
@@ -185,9 +195,9 @@ class Model(ABC):
         check_tree(params, self.abstract())
 
     @property
-    def sum_names(self) -> tuple[str, ...]:
-        """What ``loss`` reports."""
-        return ("loss",)
+    def block_sum_names(self) -> tuple[str, ...]:
+        """What ``block_sums`` reports."""
+        return ()
 
     @property
     def adapters(self) -> frozenset[str]:
@@ -368,7 +378,14 @@ class Model(ABC):
         return jax.jit(make, out_shardings=shardings)(key)
 
     def loss(
-        self, params: Tree, batch: Batch, place: Placement, *, chunk: int | str
+        self,
+        params: Tree,
+        batch: Batch,
+        place: Placement,
+        *,
+        chunk: int | str,
+        head_sums: HeadSums | None = None,
+        count: Float[Array, ""] | None = None,
     ) -> tuple[Float[Array, ""], Sums]:
         """The loss of a batch, in nats summed over its targets.
 
@@ -379,9 +396,11 @@ class Model(ABC):
           place: The layout of activations.
           chunk: Of how many tokens a device computes logits at a time: a number,
             ``auto``, or ``none`` for all of them.
+          head_sums: Another loss than that of the next token.
+          count: As for ``block_sums``; None is the number of targets.
 
         Returns:
-          What is differentiated, and the sums of ``sum_names``.
+          What is differentiated, and the sums that are reported, ``loss`` among them.
 
         Raises:
           ParameterTreeError: [T306] names or shapes are not those of this model.
@@ -390,9 +409,13 @@ class Model(ABC):
         params = self.plain(params)
         hidden = self.embed(params, batch, place)
         hidden, statistics = self.run_blocks(params, hidden, batch, place)
-        loss = self.head_loss(params, hidden, batch, place, chunk=chunk)
-        extra, sums = self.block_sums(statistics, batch)
-        return loss + extra, {"loss": loss, **sums}
+        if head_sums is None:
+            sums = {"loss": self.head_loss(params, hidden, batch, place, chunk=chunk)}
+        else:
+            sums = head_sums(self, params, hidden, batch, place, chunk)
+        count = num_targets(batch) if count is None else count
+        extra, others = self.block_sums(statistics, count)
+        return sums["loss"] + extra, {**sums, **others}
 
     def head_loss(
         self,
@@ -402,11 +425,25 @@ class Model(ABC):
         place: Placement,
         *,
         chunk: int | str,
-    ) -> Float[Array, ""]:
-        """The summed loss of the logits after the last block; see ``loss``."""
+        reduction: Reduction = "sum",
+        temperature: float = 1.0,
+    ) -> Float[Array, "*batch_seq"]:
+        """The cross-entropy of the logits after the last block, in nats; see ``loss``.
+
+        Args:
+          params: See ``embed``.
+          hidden: After the last block.
+          batch: See ``loss``.
+          place: See ``loss``.
+          chunk: See ``loss``.
+          reduction: ``sum``, or ``none`` for that of each target, f32 ``[B, S]``.
+          temperature: Divides the logits.
+        """
         del chunk
         logits = self.head(params, hidden, batch, place)
-        return cross_entropy(logits, batch["targets"], reduction="sum")
+        if temperature != 1.0:
+            logits /= temperature
+        return cross_entropy(logits, batch["targets"], reduction=reduction)
 
     def logits(
         self, params: Tree, batch: Batch, place: Placement

@@ -398,7 +398,7 @@ class RegisteredModel(Model):
             )
         # In the dtype of the parameters, as decoders generate.
         place = replace(self.place(mesh), dtype=None)
-        return RecomputedDecoding(self.without_stages(), place=place)
+        return RecomputedDecoding(self, place=place)
 
 
 def _described(value: Any) -> str:

@@ -18,8 +18,9 @@ from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import named_leaves
 from tessera.graph.jit import function
 from tessera.train.loop.pipelined_model import PipelinedModel, schedule_of
-from tessera.train.models import generate, register_model
+from tessera.train.models import register_model
 from tessera.train.models.partition_rules import NO_MESH
+from tessera.train.rollouts import generate
 from tests.train.models.block_models import (
     ALL,
     FUNCTIONS,

@@ -27,13 +27,14 @@ from tessera.errors import (
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.foundations.tree import named_leaves
 from tessera.mesh import Mesh
-from tessera.train.models import Sampler, generate, register_model
+from tessera.train.models import register_model
 from tessera.train.models.definition import (
     ModelOptions,
     definition_of,
     registered_model,
 )
 from tessera.train.models.partition_rules import NO_MESH
+from tessera.train.rollouts import generate
 from tests.train.models.own_models import (
     ALL,
     TWO,
@@ -196,15 +197,16 @@ def test_prompts_of_different_lengths_continue_as_each_does_alone(mesh):
 
 
 @pytest.mark.slow(reason="it compiles several programs")
-def test_a_model_that_does_not_know_where_prompts_begin_takes_one_length():
+def test_a_model_that_reads_tokens_alone_continues_prompts_of_any_length():
     registered(bigram, init=init_function, dims={"table": "- -", "head/0": "- -"})
     model = model_of(bigram)
-    found = generate(model, model.init(KEY), [[1], [2]], 2, KEY, temperature=0.0)
-    assert found.shape == (2, 3)
-    with pytest.raises(OperandError, match="positions and segment_ids"):
-        generate(model, model.init(KEY), [[1], [2, 3]], 2, KEY)
+    params = model.init(KEY)
+    found = generate(model, params, [[1], [2, 3]], 2, KEY, temperature=0.0)
+    following = np.argmax(np.asarray(params["table"] @ params["head"]["0"]), axis=-1)
+    first = following[[1, 3]]
+    assert found[:, 2:].T.tolist() == [first.tolist(), following[first].tolist()]
     with pytest.raises(OperandError, match="cache_dtype"):
-        Sampler(model, model.init(KEY), cache_dtype="bf16")
+        generate(model, params, [[1]], 2, KEY, cache_dtype="bf16")
 
 
 def bigram(sizes, params, tokens):

@@ -12,13 +12,14 @@ from jax.sharding import AxisType
 
 from tessera.errors import WeightFileError
 from tessera.mesh import Mesh
-from tessera.train.models import DecoderConfig, DecoderModel, generate
+from tessera.train.models import DecoderConfig, DecoderModel
 from tessera.train.models.decoder.quantized_kernel import quantize
 from tessera.train.models.families.family import Tensor
 from tessera.train.models.parameter_slices import QuantizedSlices
 from tessera.train.models.pipeline_stages import StageSplit
 from tessera.train.models.safetensors import SafetensorsFile, write_file
 from tessera.train.models.weights import export_weights, import_weights
+from tessera.train.rollouts import generate
 
 CONFIG = DecoderConfig(
     vocab_size=64,

@@ -1,34 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder with a cache of keys and values: a prefill, then one token at a time.
+"""A decoder with keys and values in a paged cache.
 
-The prompts of a batch are padded on the left, so that all rows write to the same slot.
-A layer's cache is a ring buffer: slot ``s`` is stored at ``s % T``. A local layer keeps
-its window; a global layer keeps all slots, and its ring never wraps.
+Layers are unrolled, and a program copies the weights of each before its first token:
+in the dtype of computation, and gathered along ``fsdp``. A scan would copy each layer's
+slice of the stacked weights, or gather it, at every token.
 
-Layers are unrolled and each has weights of its own: a scan would copy each layer's
-slice of the stacked weights at every token.
-
-Shape suffixes as in ``layers.py``; a cache is ``[B, G, T, K]``, as its matmuls read it.
+Shape suffixes as in ``paged_cache.py``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
-from tessera.train.models.decoder.attention_inputs import layer_attention
-from tessera.train.models.decoder.decoder import Decoder
 from tessera.train.models.decoder.decoder_model import DecoderModel
-from tessera.train.models.decoder.layers import Attend, soft_capped
+from tessera.train.models.decoder.layers import Attend
 from tessera.train.models.decoder.rotary import rotation
-from tessera.train.models.decoding import Decoding, Logits, Pads
+from tessera.train.models.decoding import Cache, Decoding, Logits, NewTokens
+from tessera.train.models.paged_cache import (
+    Chunks,
+    Pages,
+    chunks_of,
+    paged_attention,
+)
+from tessera.train.models.parameter_tree import DimNames
 
-# The keys and values of each layer.
-Cache: TypeAlias = list[tuple[Array, Array]]
+# Dims that the copies of weights have whole: those that fsdp shards.
+_GATHERED = frozenset({"embed", "table", "columns", "wide_table"})
+# Parameters that layers cast to the dtype of activations; they read the others in f32.
+_CAST = frozenset(
+    {"kernel", "embedding", "head", "bias", "lora_a", "lora_b", "gate", "up", "down"}
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class CachedDecoding(Decoding):
     """The functions of a decoder that are compiled to generate text.
 
     Attributes:
-      model: Without pipeline stages.
+      model: As it is stored.
       dtype: Dtype of the cache; None is that of the keys.
     """
 
@@ -50,163 +58,126 @@ class CachedDecoding(Decoding):
         Raises:
           HeadCountError: [T402] the heads cannot be divided over ``tp``.
         """
-        plain = DecoderModel(model.config)
+        plain = DecoderModel(model.config, dtype=model.dtype, split=model.split)
         place = plain.place(mesh)
-        place = replace(place, whole=place.whole | {"context"})
+        place = replace(place, whole=place.whole | {"context"} | _GATHERED)
         return cls(plain, dtype, place=place)
 
-    def unstack(self, params: Tree) -> tuple[list[Tree], Tree]:
-        """The parameters of each layer, and those outside of the layers.
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See ``Decoding``."""
+        kinds = {self._window(i): None for i in range(self.model.config.num_layers)}
+        return tuple(kinds)
 
-        Args:
-          params: As from ``init`` of the model without stages.
-        """
-        names, _ = self.model.divide(self.model.dim_names())
-        stacked, shared = self.model.divide(params)
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """See ``Decoding``."""
+        layers = range(self.model.config.num_layers)
+        return tuple(self.windows.index(self._window(layer)) for layer in layers)
 
-        def layer(number: int) -> Tree:
-            def leaf(array: Array, names: tuple[str | None, ...]) -> Array:
-                return self.place.constrain(array[number], *names[1:])
+    def check_length(self, length: int) -> None:
+        """See ``Decoding``."""
+        self.model.config.check_length(length)
 
-            return jax.tree.map(leaf, stacked, names)
+    def weights(self, params: Tree) -> tuple[list[Tree], Tree]:
+        """The parameters of each layer, and those outside of the layers."""
+        model = self.model
+        stacked, shared = model.divide(model.plain(params))
+        layer_names, shared_names = model.divide(model.plain_dim_names())
 
-        return [layer(i) for i in range(self.model.config.num_layers)], shared
+        def copied(
+            layer: int | None, path: Any, array: Array, names: DimNames
+        ) -> Array:
+            if layer is not None:
+                array, names = array[layer], names[1:]
+            if self.place.dtype is not None and path[-1].key in _CAST:
+                array = array.astype(self.place.dtype)
+            return self.place.constrain(array, *names)
 
-    def prefill(
-        self,
-        weights: tuple[list[Tree], Tree],
-        tokens: Int[Array, "batch seq"],
-        pads: Pads,
-        length: int,
-    ) -> tuple[Logits, Cache]:
-        """See ``Decoding``; ``length`` is the slots of the global layers' caches."""
-        slots = jnp.arange(tokens.shape[1])
-        segment_ids = None
-        if pads is not None:  # padding attends to padding alone
-            segment_ids = (slots >= pads[:, None]).astype(jnp.int32)
-        config, cache = self.model.config, Cache()
-        config.check_length(max(length, tokens.shape[1]))
-        select = layer_attention(config, tokens.shape[1], segment_ids, self.place)
+        copy = jax.tree_util.tree_map_with_path
+        layers = [
+            copy(partial(copied, number), stacked, layer_names)
+            for number in range(model.config.num_layers)
+        ]
+        return layers, copy(partial(copied, None), shared, shared_names)
 
-        def attention(number: int) -> Attend:
-            attend = select(jnp.asarray(config.is_global(number)))
+    def new_cache(
+        self, params: Tree, parts: int, blocks: Sequence[int], block: int
+    ) -> Cache:
+        """See ``Decoding``."""
+        config = self.model.config
+        dtype = self.dtype or self.place.dtype or params["embedding"].dtype
+        heads = max(config.num_kv_heads, self.place.size("heads"))
 
-            def attend_and_store(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
-                size = self._size(number, length)
-                cache.append((self._filled(k, size), self._filled(v, size)))
-                return attend(q, k, v, *sinks)
+        def pool(kind: int) -> Array:
+            shape = parts, blocks[kind], heads, block, config.head_dim
+            return self._constrained(jnp.zeros(shape, dtype))
 
-            return attend_and_store
+        return [(pool(kind), pool(kind)) for kind in self.kinds]
 
-        positions = _positions(slots[None], pads)
-        return self._run(weights, tokens, positions, attention), cache
+    def reads(self, cache: Cache, pages: Pages) -> tuple[Chunks, ...]:
+        """The chunks that each kind of layer reads."""
+        del cache
+        return tuple(chunks_of(pages, k, w) for k, w in enumerate(self.windows))
 
-    def step(
+    def extend(
         self,
         weights: tuple[list[Tree], Tree],
         cache: Cache,
-        tokens: Int[Array, " batch"],
-        slot: Int[Array, ""],
-        pads: Pads,
-    ) -> tuple[Logits, Cache]:
+        new: NewTokens,
+        tokens: Int[Array, "parts slots more"],
+        index: Int[Array, ""],
+        pages: Pages,
+        reads: Any,
+    ) -> tuple[Logits, NewTokens]:
         """See ``Decoding``."""
-        new = Cache()
+        config, (layers, shared) = self.model.config, weights
+        parts, slots, count = tokens.shape
+        positions = pages.starts[..., None] + index + jnp.arange(count)
+        positions = positions.reshape(-1, count)
+        modules = [self.model.merge(self.model.join(each, shared)) for each in layers]
+        x_BSD = modules[0].embed(tokens.reshape(-1, count), place=self.place)
+        added = NewTokens()
 
-        def attention(number: int) -> Attend:
-            def attend(
-                q_BSHK: Array, k_BSGK: Array, v_BSGK: Array, *sinks: Array
-            ) -> Array:
-                stored = zip(cache[number], (k_BSGK, v_BSGK), strict=True)
-                k_BGTK, v_BGTK = (self._stored(old, x, slot) for old, x in stored)
-                new.append((k_BGTK, v_BGTK))
-                cap = self.model.config.attention_soft_cap
-                return _attend(q_BSHK, k_BGTK, v_BGTK, slot, pads, cap, *sinks)
+        def attention(layer: int) -> Attend:
+            def attend(q: Array, k: Array, v: Array, *sinks_H: Array) -> Array:
+                buffers = tuple(
+                    self._put(buffer, x.reshape(parts, slots, *x.shape[1:]), index)
+                    for buffer, x in zip(new[layer], (k, v), strict=True)
+                )
+                added.append(buffers)
+                out = paged_attention(
+                    q.reshape(parts, slots, *q.shape[1:]),
+                    cache[layer],
+                    buffers,
+                    reads[self.kinds[layer]],
+                    index,
+                    window=self._window(layer),
+                    soft_cap=config.attention_soft_cap,
+                    sinks_H=sinks_H[0] if sinks_H else None,
+                )
+                return out.reshape(q.shape)
 
             return attend
 
-        positions = _positions(slot[None, None], pads)
-        return self._run(weights, tokens[:, None], positions, attention), new
-
-    def _run(
-        self,
-        weights: tuple[list[Tree], Tree],
-        tokens: Int[Array, "batch seq"],
-        positions: Int[Array, "#batch seq"],
-        attention: Any,
-    ) -> Logits:
-        """The logits after the last token of each row."""
-        layers, shared = weights
-        modules = [self._module(shared, layer) for layer in layers]
-        x_BSD = modules[0].embed(tokens, place=self.place)
         for number, module in enumerate(modules):
-            is_global = jnp.asarray(self.model.config.is_global(number))
-            turn = rotation(self.model.config, positions, is_global)
+            turn = rotation(config, positions, jnp.asarray(config.is_global(number)))
             x_BSD, _ = module.decoder(x_BSD, turn, attention(number), self.place)
-        return modules[0].logits(x_BSD[:, -1:], place=self.place)[:, 0]
+        logits = modules[0].logits(x_BSD[:, -1:], place=self.place)
+        return logits.reshape(parts, slots, -1), added
 
-    def _module(self, shared: Tree, layer: Tree) -> Decoder:
-        """The nnx module whose block has the parameters of one layer."""
-        return self.model.merge(self.model.join(layer, shared))
+    def _put(self, buffer: Array, x_PNSGK: Array, index: Int[Array, ""]) -> Array:
+        """A buffer of new tokens with some more."""
+        x_PNGSK = jnp.swapaxes(x_PNSGK, 2, 3).astype(buffer.dtype)
+        start = (0, 0, 0, index, 0)
+        return self._constrained(jax.lax.dynamic_update_slice(buffer, x_PNGSK, start))
 
-    def _size(self, layer: int, length: int) -> int:
-        """Slots that a layer keeps."""
+    def _window(self, layer: int) -> int | None:
         config = self.model.config
-        window = None if config.is_global(layer) else config.window
-        return length if window is None else min(window, length)
+        return None if config.is_global(layer) else config.window
 
-    def _filled(self, x_BSGK: Array, size: int) -> Array:
-        """The cache of one layer after the prompts: their last ``size`` slots."""
-        x_BGSK = jnp.swapaxes(x_BSGK, 1, 2)
-        slots = x_BGSK.shape[2]
-        if slots < size:
-            x_BGTK = jnp.pad(x_BGSK, ((0, 0), (0, 0), (0, size - slots), (0, 0)))
-        else:
-            x_BGTK = jnp.roll(x_BGSK[:, :, slots - size :], slots % size, axis=2)
-        return self._constrained(x_BGTK.astype(self.dtype or x_BGTK.dtype))
-
-    def _stored(self, cache: Array, x_BSGK: Array, slot: Int[Array, ""]) -> Array:
-        """The cache with one more slot, in place of the oldest if it is full."""
-        x_BGSK = jnp.swapaxes(x_BSGK, 1, 2).astype(cache.dtype)
-        index = (0, 0, slot % cache.shape[2], 0)
-        return self._constrained(jax.lax.dynamic_update_slice(cache, x_BGSK, index))
-
-    def _constrained(self, x_BGTK: Array) -> Array:
+    def _constrained(self, x: Array) -> Array:
         # With fewer key/value heads than tp, attention repeats them for its devices.
         is_repeated = self.place.size("heads") > self.model.config.num_kv_heads
-        heads = "heads" if is_repeated else "kv_heads"
-        return self.place.constrain(x_BGTK, "batch", heads, None, None)
-
-
-def _positions(slots: Int[Array, "1 seq"], pads: Pads) -> Int[Array, "#batch seq"]:
-    """Positions from the first token of each prompt; 0 in padding."""
-    return slots if pads is None else jnp.maximum(slots - pads[:, None], 0)
-
-
-def _attend(
-    q_BSHK: Float[Array, "batch 1 heads head_dim"],
-    k_BGTK: Float[Array, "batch kv_heads slots head_dim"],
-    v_BGTK: Float[Array, "batch kv_heads slots head_dim"],
-    slot: Int[Array, ""],
-    pads: Pads,
-    soft_cap: float | None,
-    sinks_H: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch 1 heads head_dim"]:
-    """Attention of the query at ``slot`` to the slots of a ring buffer."""
-    batch, _, heads, width = q_BSHK.shape
-    kv_heads, size = k_BGTK.shape[1:3]
-    # The newest slot, up to that of the query, at each index of the ring.
-    slots = slot - (slot - jnp.arange(size)) % size
-    first = 0 if pads is None else pads[:, None, None, None]
-    q = q_BSHK.reshape(batch, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum(
-        "bghk,bgtk->bght", q, k_BGTK, preferred_element_type=jnp.float32
-    )
-    scores = soft_capped(scores, soft_cap)
-    scores = jnp.where(slots >= first, scores, -jnp.inf)
-    if sinks_H is not None:
-        sinks = sinks_H.astype(scores.dtype).reshape(1, kv_heads, -1, 1)
-        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sinks], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :size]
-    out = jnp.einsum("bght,bgtk->bghk", weights.astype(v_BGTK.dtype), v_BGTK)
-    return out.reshape(q_BSHK.shape).astype(q_BSHK.dtype)
+        name = "heads" if is_repeated else "kv_heads"
+        return self.place.constrain(x, "batch", None, name, None, None)

@@ -21,7 +21,7 @@ from tessera.jax_compat.traces import manual_axes
 from tessera.ops.embedding import look_up
 from tessera.ops.linear_loss_chunks import LossLayout, Terms
 from tessera.ops.linear_loss_vjp import fused_loss
-from tessera.ops.losses import cross_entropy
+from tessera.ops.losses import Reduction, cross_entropy
 from tessera.ops.wide_gradients import with_wide_gradient
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.expert_mlp import Experts
@@ -169,8 +169,10 @@ class Decoder(nnx.Module):
         *,
         chunk: int | str = "auto",
         place: Placement = NO_MESH,
-    ) -> Float[Array, ""]:
-        """Cross-entropy of the logits in nats, summed over the targets.
+        reduction: Reduction = "sum",
+        temperature: float = 1.0,
+    ) -> Float[Array, "*batch_seq"]:
+        """Cross-entropy of the logits in nats.
 
         Args:
           x_BSD: The residual after the last block.
@@ -178,11 +180,17 @@ class Decoder(nnx.Module):
           chunk: Number of tokens whose logits a device computes at a time; ``auto`` as
             in ``op.fused_linear_cross_entropy``, ``none`` computes all at once.
           place: The mesh and layout of the model.
+          reduction: ``sum`` over the targets, or ``none``: ``[B, S]``.
+          temperature: Divides the logits.
         """
         if chunk == "none":
             logits = self._padded_logits(x_BSD, place)
-            return cross_entropy(logits, targets, reduction="sum")
+            if temperature != 1.0:
+                logits /= temperature
+            return cross_entropy(logits, targets, reduction=reduction)
         hidden = self._normalized(x_BSD, place)
+        if temperature != 1.0:
+            hidden /= temperature
         split, head = None, padded_table(self._head, place)
         if place.mesh is not None:
             tokens = place.resolve(GATHERED[:2], targets.shape, "targets")
@@ -191,6 +199,8 @@ class Decoder(nnx.Module):
             sums = head.dtype.name
             split = LossLayout(place.mesh, tokens, place.axes("words"), stored, sums)
         words, cap = self.config.vocab_size, self.config.logit_soft_cap
+        if cap is not None:  # c tanh(x / c) / t is c/t tanh((x / t) / (c / t))
+            cap /= temperature
         with jax.named_scope("logits"):
             return fused_loss(
                 Terms(soft_cap=cap, words=words),
@@ -198,7 +208,7 @@ class Decoder(nnx.Module):
                 hidden,
                 targets,
                 split,
-                "sum",
+                reduction,
                 None if chunk == "auto" else int(chunk),
             )
 

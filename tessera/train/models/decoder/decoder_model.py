@@ -21,6 +21,7 @@ from tessera.errors import SettingConflictError, ShardDivisibilityError
 from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.ops.attention.all_to_all import check_exchange
+from tessera.ops.losses import Reduction
 from tessera.train.models.decoder.attention_inputs import layer_attention
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.decoder.decoder import (
@@ -35,7 +36,7 @@ from tessera.train.models.decoder.lora import BLOCK
 from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import policies_of_stage, scan_layers
-from tessera.train.models.model import Batch, DimNames, Model, Sums, num_targets
+from tessera.train.models.model import Batch, DimNames, Model, Sums
 from tessera.train.models.partition_rules import Method, Placement
 
 # Nested dicts; the leaves are arrays, shapes, specs or layouts.
@@ -111,9 +112,9 @@ class DecoderModel(Model):
         return self.config.num_experts > 0
 
     @property
-    def sum_names(self) -> tuple[str, ...]:
-        """The loss and, with experts, ``ROUTER_METRICS``."""
-        return ("loss", *(ROUTER_METRICS if self.config.num_experts else ()))
+    def block_sum_names(self) -> tuple[str, ...]:
+        """With experts, ``ROUTER_METRICS``."""
+        return tuple(ROUTER_METRICS) if self.config.num_experts else ()
 
     @cached_property
     def adapters(self) -> frozenset[str]:
@@ -349,13 +350,10 @@ class DecoderModel(Model):
             )
 
     def block_sums(
-        self, statistics: Statistics, batch: Batch
+        self, statistics: Statistics, count: Float[Array, ""]
     ) -> tuple[Float[Array, ""] | float, Sums]:
-        """The losses of the routers.
-
-        They are means over one batch, weighted by its number of targets.
-        """
-        routers = router_sums(self.config, statistics, num_targets(batch))
+        """The losses of the routers, means over one batch, weighted by its count."""
+        routers = router_sums(self.config, statistics, count)
         return routers.get("router_loss", 0.0), routers
 
     def head(
@@ -373,10 +371,18 @@ class DecoderModel(Model):
         place: Placement,
         *,
         chunk: int | str,
-    ) -> Float[Array, ""]:
+        reduction: Reduction = "sum",
+        temperature: float = 1.0,
+    ) -> Float[Array, "*batch_seq"]:
         """See ``Model.head_loss``."""
-        module = self.merge(params)
-        return module.loss(hidden, batch["targets"], chunk=chunk, place=place)
+        return self.merge(params).loss(
+            hidden,
+            batch["targets"],
+            chunk=chunk,
+            place=place,
+            reduction=reduction,
+            temperature=temperature,
+        )
 
     def apply(
         self,

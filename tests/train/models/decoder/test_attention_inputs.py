@@ -23,10 +23,10 @@ from tessera.train.models import (
     DecoderModel,
     Placement,
     config_of,
-    generate,
 )
 from tessera.train.models.decoder import attention_inputs
 from tessera.train.models.partition_rules import NO_MESH
+from tessera.train.rollouts import generate
 
 CONFIG = DecoderConfig(
     vocab_size=64,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.mesh import Mesh
 from tessera.train.models import DecoderModel
-from tessera.train.models.generation import generate
+from tessera.train.rollouts import generate
 from tests.small_model import SMALL
 
 WORDS = 61

@@ -14,13 +14,13 @@ from tessera.foundations.tree import named_leaves
 from tessera.train.models import (
     DecoderModel,
     from_pretrained,
-    generate,
     save_pretrained,
 )
 from tessera.train.models.decoder.config import LoraConfig
 from tessera.train.models.families.registry import differences, family_for, family_of
 from tessera.train.models.model_folder import ModelFolder
 from tessera.train.models.write_folder import write_adapters
+from tessera.train.rollouts import generate
 from tests.train.models.published_folders import tensor, write_folder
 
 VALUES = {
