@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random decoders and prompts: cached logits are those of the whole sequence."""
+"""Random decoders and prompts: completions are those of the whole sequence."""
 
 from dataclasses import fields
 from random import Random
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tessera.train.models import DecoderConfig, DecoderModel
-from tessera.train.models.decoder.cached_decoding import CachedDecoding
 from tessera.train.models.decoder.config import LoraConfig
+from tessera.train.rollouts import Sampler
 
 # Fields that are drawn; the others change nothing that a cache could get wrong.
 DRAWN = {
@@ -87,7 +87,7 @@ def test_every_field_is_drawn_or_cannot_matter() -> None:
 
 @pytest.mark.slow(reason="the one test of the cache with drawn models")
 @pytest.mark.fuzz(sample=5, whole=500)
-def test_cached_logits_are_those_of_the_whole_sequence(seed: int) -> None:
+def test_completions_are_those_of_the_whole_sequence(seed: int) -> None:
     draw = Random(seed)
     config = drawn_config(draw)
     model = DecoderModel(config)
@@ -96,27 +96,38 @@ def test_cached_logits_are_those_of_the_whole_sequence(seed: int) -> None:
         lambda leaf: jnp.asarray(values.normal(size=leaf.shape), jnp.float32),
         model.abstract(),
     )
-    rows, longest, new = draw.randint(1, 2), draw.randint(1, 8), draw.randint(1, 8)
-    pads = np.array([0, *(draw.randrange(longest) for _ in range(rows - 1))], np.int32)
-    tokens = values.integers(0, config.vocab_size, (rows, longest + new))
-    decoding = CachedDecoding.of(model, None, None)
-    weights = jax.jit(decoding.unstack)(params)
-    # The same model without a limit on its experts.
-    reference = jax.jit(decoding.model.apply)
-    step = jax.jit(decoding.step)
-    padding = pads if pads.any() or draw.random() < 0.5 else None
-    logits, cache = jax.jit(decoding.prefill, static_argnums=3)(
-        weights, tokens[:, :longest], padding, longest + new - draw.randint(0, 1)
-    )
-    expected = [
-        reference(params, row[None, pad:])[0]
-        for row, pad in zip(tokens, pads, strict=True)
+    longest, new = draw.randint(1, 12), draw.randint(1, 12)
+    distinct = [
+        values.integers(0, config.vocab_size, draw.randint(1, longest)).tolist()
+        for _ in range(draw.randint(1, 3))
     ]
-    for slot in range(longest - 1, longest + new - 1):
-        if slot >= longest:
-            last = np.int32(slot)
-            logits, cache = step(weights, cache, tokens[:, slot], last, padding)
-        for row, pad in enumerate(pads):
-            np.testing.assert_allclose(
-                logits[row], expected[row][slot - pad], rtol=2e-4, atol=2e-4
-            )
+    prompts = [draw.choice(distinct) for _ in range(draw.randint(1, 6))]
+    temperature = draw.choice([0.0, 0.7, 1.0])
+    sampler = Sampler(
+        model,
+        num_tokens=new,
+        max_length=longest + new + draw.randint(0, 4),
+        slots=draw.randint(1, 4),
+        temperature=temperature,
+        stop_tokens=[values.integers(0, config.vocab_size)]
+        if draw.random() < 0.5
+        else [],
+        cache_tokens=draw.choice([None, 1, 30]),  # rows wait again with few
+        block=draw.choice([1, 2, 4]),
+        dispatch_tokens=draw.randint(1, 6),
+    )
+    made = sampler.complete(params, prompts, jax.random.key(seed))
+    # The same model without a limit on its experts.
+    reference = jax.jit(model.apply)
+    for prompt, each in zip(prompts, made, strict=True):
+        assert each.ended == (each.tokens[-1] in sampler.stop_tokens)
+        assert each.ended or len(each.tokens) == new
+        assert not {*each.tokens[:-1]} & {*sampler.stop_tokens}
+        row = np.zeros((1, 24), np.int32)
+        row[0, : len(prompt) + len(each.tokens)] = [*prompt, *each.tokens]
+        logits = reference(params, row)[0, len(prompt) - 1 :] / (temperature or 1.0)
+        expected = np.asarray(jax.nn.log_softmax(logits))[: len(each.tokens)]
+        own = expected[np.arange(len(each.tokens)), each.tokens]
+        np.testing.assert_allclose(each.log_probs, own, rtol=2e-4, atol=5e-4)
+        if temperature == 0:
+            np.testing.assert_allclose(own, expected.max(axis=-1), atol=5e-4)

@@ -133,7 +133,7 @@ def _texts(options: Namespace) -> Iterator[str]:
 
     from tessera.train.data.text_stream import TextStream, stream_texts
     from tessera.train.loop.trained_model import mesh_of, open_trained
-    from tessera.train.models.generation import Sampler
+    from tessera.train.rollouts.sampler import Sampler
 
     mesh = mesh_of(options.mesh)
     trained = open_trained(options.model, options.module)
@@ -149,22 +149,29 @@ def _texts(options: Namespace) -> Iterator[str]:
         rows, stops = [*map(trained.encode, prompts)], trained.stop_tokens
     streams = [TextStream(trained.tokenizer, row, options.stop) for row in rows]
     sampler = Sampler(
-        trained.model, trained.read(mesh), mesh, cache_dtype=options.cache_dtype
-    )
-    steps = sampler.stream(
-        rows,
-        options.max_tokens,
-        jax.random.key(options.seed),
+        trained.model,
+        mesh,
+        num_tokens=options.max_tokens,
+        max_length=max(map(len, rows)) + options.max_tokens,
+        slots=min(len(rows), 64),
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         stop_tokens=stops,
+        cache_dtype=options.cache_dtype,
+        dispatch_tokens=4 if len(rows) == 1 else 32,  # text appears as it is written
+    )
+    tokens = sampler.stream(
+        trained.read(mesh),
+        rows,
+        jax.random.key(options.seed),
+        is_ended=lambda row: streams[row].is_ended,
     )
     texts = [""] * len(rows)
-    for parts in stream_texts(steps, streams, stops):
+    for row, text in stream_texts(tokens, streams, stops):
         if len(rows) == 1:
-            yield parts[0]
-        texts = [text + part for text, part in zip(texts, parts, strict=True)]
+            yield text
+        texts[row] += text
     if len(rows) == 1:
         yield "\n"
         return

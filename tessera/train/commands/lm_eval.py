@@ -64,7 +64,6 @@ class HarnessMethods:
         del device
         # These import JAX.
         from tessera.train.loop.trained_model import mesh_of, open_trained
-        from tessera.train.models.generation import Sampler
 
         super().__init__()
         self._mesh = mesh_of(mesh)
@@ -72,7 +71,6 @@ class HarnessMethods:
         self.max_length = _size("max_length", max_length or trained.max_length or 2048)
         self.batch_size = _size("batch_size", batch_size)
         self._params = trained.read(self._mesh)
-        self._sampler = Sampler(trained.model, self._params, self._mesh)
         self._stops = trained.stop_tokens
 
     # --- texts
@@ -178,48 +176,50 @@ class HarnessMethods:
             most = self.max_length - options["sampling"]["num_tokens"]
             _size("max_length less the tokens that are generated", most)
             rows = {n: self.tok_encode(requests[n].args[0])[-most:] for n in group}
-            group.sort(key=lambda number: len(rows[number]), reverse=True)
-            for start in range(0, len(group), self.batch_size):
-                batch = group[start : start + self.batch_size]
-                made = self._generate({n: rows[n] for n in batch}, most, options)
-                for number, text in made.items():
-                    args = requests[number].args
-                    self.cache_hook.add_partial("generate_until", args, text)
-                texts |= made
+            for number, text in self._generate(rows, options).items():
+                args = requests[number].args
+                self.cache_hook.add_partial("generate_until", args, text)
+                texts[number] = text
         return [texts[number] for number in range(len(requests))]
 
     def _generate(
-        self, rows: dict[int, list[int]], most: int, options: dict[str, Any]
+        self, rows: dict[int, list[int]], options: dict[str, Any]
     ) -> dict[int, str]:
-        """The texts of a batch, by the numbers of their requests."""
+        """The texts of requests, by their numbers."""
         import jax
         import numpy as np
 
         from tessera.train.data.text_stream import TextStream, stream_texts
-        from tessera.train.loop.log_likelihood import bucket
+        from tessera.train.rollouts.sampler import Sampler
 
-        # Always as many rows, so that one program serves all batches.
-        numbers = [*rows, *[max(rows)] * (self.batch_size - len(rows))]
         stops, until = self._stops, options["until"]
-        streams = [TextStream(self._trained.tokenizer, rows[n], until) for n in numbers]
-        steps = self._sampler.stream(
-            [rows[n] for n in numbers],
-            # A request's number gives its key: its text is the same in any batch.
-            key=jax.vmap(jax.random.fold_in, (None, 0))(
-                jax.random.key(0), np.array(numbers)
-            ),
+        prompts, tokenizer = [*rows.values()], self._trained.tokenizer
+        streams = [TextStream(tokenizer, row, until) for row in prompts]
+        sampler = Sampler(
+            self._trained.model,
+            self._mesh,
+            slots=self.batch_size,
+            max_length=self.max_length,
             stop_tokens=stops,
-            length=bucket(max(map(len, rows.values())), most),
             **options["sampling"],
         )
-        texts = [""] * len(numbers)
-        for parts in stream_texts(steps, streams, stops):
-            texts = [text + part for text, part in zip(texts, parts, strict=True)]
-        return dict(zip(numbers, texts, strict=True))
+        tokens = sampler.stream(
+            self._params,
+            prompts,
+            # A request's number gives its key: its text is the same in any batch.
+            jax.vmap(jax.random.fold_in, (None, 0))(
+                jax.random.key(0), np.array([*rows])
+            ),
+            is_ended=lambda row: streams[row].is_ended,
+        )
+        texts = [""] * len(rows)
+        for row, text in stream_texts(tokens, streams, stops):
+            texts[row] += text
+        return dict(zip(rows, texts, strict=True))
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
-    """The stop texts, and the arguments of ``Sampler.stream``.
+    """The stop texts, and the arguments of ``Sampler``.
 
     Raises:
       OperandError: [T401] there are others.

@@ -13,7 +13,7 @@ import pytest
 from tessera.errors import OperandError
 from tessera.train.commands import lm_eval
 from tessera.train.loop.log_likelihood import log_likelihoods
-from tessera.train.models import generate
+from tessera.train.rollouts import generate
 from tests.train.data import chat_folders
 from tests.train.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 

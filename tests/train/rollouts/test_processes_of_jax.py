@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With two processes of JAX, the first asks the outside world, and both continue."""
+
+import pytest
+
+from tests.two_processes import found_by_two
+
+PROGRAM = """
+import os
+from tessera.train.rollouts.environments import Environments
+from tessera.train.rollouts.first_process import from_first_process
+
+class Own:
+    def __init__(self, number):
+        self.number = number
+
+    def step(self, messages):
+        messages[0]["content"] = "changed"
+        if self.number == 2:
+            raise ValueError(os.getpid())
+        said = [{"role": "tool", "content": f"é {os.getpid()}"}]
+        return said, self.number / 3, False
+
+environments = Environments([lambda i=i: Own(i) for i in range(3)])
+said = [{"role": "user", "content": "hi"}]
+found = environments.step([(0, said), (1, said), (2, said)])
+found += [from_first_process(lambda: []), from_first_process(lambda: "x" * 10**6)[:1]]
+print("FOUND", json.dumps([found, said, [os.getpid(), rank]]))
+"""
+
+
+@pytest.mark.slow(reason="it starts two processes of JAX")
+def test_all_processes_have_the_answers_of_the_first():
+    one, other = sorted(found_by_two(PROGRAM), key=lambda found: found[-1][1])
+    assert one[:2] == other[:2]
+    answers, said, (process, _) = one
+    assert said == [{"role": "user", "content": "hi"}]
+    spoken = [{"role": "tool", "content": f"é {process}"}]
+    assert answers[0] == [spoken, 0.0, False, ""]
+    assert answers[1] == [spoken, 1 / 3, False, ""]
+    assert answers[2][:3] == [[], None, True]
+    assert answers[2][3].startswith(f"raised ValueError ({process}, ")
+    assert answers[3:] == [[], "x"]
