@@ -50,7 +50,8 @@ def test_warnings_and_log_lines_too(capsys):
         with Console(None, stream=sys.stdout, terminal=terminal, width=200) as console:
             logging.getLogger("tessera").warning("%d%% of %s", 5, CLEAR)
             console.show_table("run", [("data", CLEAR)])
-            console.show_validation(1, 2.0, {CLEAR: 1.0})
+            numbers = {"val_loss": 2.0, f"val_loss/{CLEAR}": 1.0}
+            console.show_validation(1, numbers)
         shown = capsys.readouterr().out
         assert shown.count(SHOWN) == 3
         assert CLEAR not in shown

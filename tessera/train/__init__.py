@@ -5,7 +5,7 @@ commands/                       ``tessera train``, ``plan``, ``report``, …
 planner/                        chooses the layout of a run
 loop/                           builds a run and steps through it
 config/                         settings: their schema, checks and overrides
-checkpoints/  data/  trackers/
+checkpoints/  data/  trackers/  rewards/
 models/                         the decoder, the models of others, their weights
 runtime/                        processes: launching, rendezvous, signals
 report/  records/               what a run writes, as a page and as lines

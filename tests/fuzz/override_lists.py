@@ -14,6 +14,7 @@ from random import Random
 
 from tessera.train.config.help_text import group_settings
 from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.config.post_training_config import GrpoConfig, PreferenceConfig
 from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
 
@@ -23,6 +24,8 @@ CLASSES = {
     "data": [DataConfig],
     "optimizer": list(OPTIMIZERS.values()),
     "runtime": [RuntimeConfig],
+    "preference": [PreferenceConfig],
+    "grpo": [GrpoConfig],
 }
 SETTINGS = sorted(
     {
@@ -32,6 +35,7 @@ SETTINGS = sorted(
         for one in group_settings(group, cls)
     }
     | {("name", "text"), ("hydra.run.dir", "text"), ("recipe", "text")}
+    | {("rewards", "list")}
 )
 
 # The ends of every range, and what lies beyond them.

@@ -24,6 +24,7 @@ from tessera.train.loop.build_run import Run as TrainingRun
 from tests.fuzz.override_lists import SETTINGS, SMALL
 
 ROOT = Path(__file__).parents[2]
+PAIRS = ROOT / "tests" / "fuzz" / "pairs.jsonl"
 
 BASE = (*SMALL, "model.global_every=2", "training.gradient_accumulation_steps=2")
 RUNS = {
@@ -64,6 +65,17 @@ RUNS = {
         *("model.lora.rank=2", "recipe=none", "model.lora.quantize_base=nf4"),
         *("model.d_model=64", "model.head_dim=32", "model.mlp_dim=64"),
         *("model.num_heads=2", "model.num_kv_heads=1"),
+    ),
+    "preferences": (
+        *("training.objective=preference", "data=preferences", f"data.path={PAIRS}"),
+        *("data.synthetic.tokens=2000000", "data.tokenizer=bytes"),
+        "model.vocab_size=264",
+    ),
+    "a policy": (
+        *("training.objective=policy", "data=prompts", f"data.path={PAIRS}"),
+        *("data.synthetic.tokens=2000000", "data.tokenizer=bytes"),
+        *("model.vocab_size=264", "rewards=[length(most=5)]", "grpo.group_size=2"),
+        *("grpo.max_completion=4", "grpo.kl_coefficient=0.1"),
     ),
     "the standard library": (
         *("data=stdlib", "data.synthetic.tokens=2000000", "model.vocab_size=264"),
@@ -153,12 +165,29 @@ OTHERS = {
     "data.text_key": ("body",),
     "data.messages_key": ("messages",),
     "data.loss_on": ("answers",),
+    "data.prompt_key": ("question",),
+    "data.chosen_key": ("better",),
+    "data.rejected_key": ("worse",),
     "data.tokenizer": ("words.json",),
     "data.sources": ("{a: {path: books}}",),
     "data.validation_fraction": ("0.5",),
     "data.synthetic.tokens": ("30000",),
     "data.synthetic.vocab_size": ("50",),
     "data.synthetic.noise": ("0.5",),
+    "preference.loss": ("simpo",),
+    "preference.beta": ("0.5",),
+    "preference.label_smoothing": ("0.25",),
+    "preference.margin": ("0.25",),
+    "preference.reference": ("copy", "adapters_off"),
+    "grpo.algorithm": ("gspo",),
+    "grpo.passes": ("2",),
+    "grpo.temperature": ("0.5",),
+    "grpo.clip_low": ("0.1",),
+    "grpo.clip_high": ("0.1",),
+    "grpo.kl_coefficient": ("0.5",),
+    "grpo.kl_estimator": ("k1",),
+    "grpo.reference": ("copy", "adapters_off"),
+    "grpo.importance_cap": ("2.0",),
     "optimizer.learning_rate": ("0.5",),
     "optimizer.scale_learning_rate": ("linear",),
     "optimizer.warmup_steps": ("5",),
@@ -185,7 +214,11 @@ OF_THE_LOOP = {
     *("training.resume", "training.resume_data", "training.profile_communication"),
     *("training.profile_wait", "training.profile_warmup", "training.profile_active"),
     *("training.on_spike", "training.spike_threshold", "training.spike_window"),
-    *("training.dry_run", "training.tracker", "training.report"),
+    *("training.dry_run", "training.tracker", "training.report", "training.objective"),
+    *("grpo.group_size", "grpo.steps_per_rollout", "grpo.max_completion", "rewards"),
+    *("grpo.truncated", "grpo.slots", "grpo.reward_weights", "grpo.reward_processes"),
+    *("grpo.reward_time_limit", "grpo.environment", "grpo.max_turns"),
+    *("grpo.server", "grpo.server_model", "grpo.mesh_shape"),
 }
 CELLS = [(run, name) for run in RUNS for name in OTHERS]
 

@@ -2,6 +2,7 @@
 """Lists, reads, quarantines and removes the checkpoints of a run on disk.
 
     checkpoints/100/state/            the arrays, by Orbax
+    checkpoints/100/rollout.npz       of a policy, what its next steps learn from
     checkpoints/100/metadata.json     their description
     checkpoints/100/manifest.sha256   checksums of both; written last
     checkpoints/80.damaged            quarantined: its checksums did not match
@@ -34,8 +35,10 @@ from tessera.errors import (
 from tessera.train.checkpoints import manifest
 from tessera.train.checkpoints.metadata import Metadata, Stored, read_metadata
 from tessera.train.loop.run_folder import CHECKPOINTS, write_durably
+from tessera.train.rollouts.rollout import Rollout
 
 STATE: Final = "state"
+ROLLOUT: Final = "rollout.npz"
 
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 # Suffixes of renamed checkpoints, which do not count.
@@ -63,6 +66,11 @@ class Checkpoint:
     def state(self) -> Path:
         """The folder of its arrays."""
         return self.path / STATE
+
+    def read_rollout(self) -> Rollout | None:
+        """What the next steps learn from, if it is of a policy."""
+        path = self.path / ROLLOUT
+        return Rollout.read(path) if path.exists() else None
 
 
 def complete_steps(root: Path) -> list[int]:

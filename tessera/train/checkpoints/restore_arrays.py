@@ -70,9 +70,12 @@ class Restoration:
 
     @property
     def _optional(self) -> dict[str, str]:
+        optional = {**_OPTIONAL}
         if self.run.config.training.eval_only:
-            return _OPTIONAL | {"optimizer": "training.eval_only"}
-        return _OPTIONAL
+            optional |= {"optimizer": "training.eval_only"}
+        if not self.run.step_config.keeps_reference:
+            optional |= {"reference": "training.objective"}
+        return optional
 
     def cursor(self, corpus: Corpus) -> Cursor:
         """Where the run continues in its data; an evaluation may have other data.
@@ -98,7 +101,15 @@ class Restoration:
             before, now = self._saved_form(name), self._target_form(name)
             if before != now:
                 lines.append(f"{name}: saved {before}, this run {now}")
-        return [*lines, *self._adapter_differences()]
+        return [*self._objective_differences(), *lines, *self._adapter_differences()]
+
+    def _objective_differences(self) -> Iterator[str]:
+        """What the checkpoint's run learned, where this one goes on with its state."""
+        objective = self.run.config.training.objective
+        with suppress(ValueError):
+            saved = settings_of_text(self.metadata.config).training.objective
+            if saved != objective and not self.run.config.training.eval_only:
+                yield f"training.objective: saved {saved}, this run {objective}"
 
     def _saved_form(self, name: str) -> str:
         return _described(self._saved_split, name, self.metadata.arrays.get(name))
@@ -138,12 +149,16 @@ class Restoration:
           CheckpointMismatchError: [T802] it has not; lists every difference.
         """
         if lines := self.differences():
+            fix = "use the model and the optimizer of the checkpoint, which its "
+            fix += "metadata.json names"
+            if lines[0].startswith(("training.objective", "reference/")):
+                fix = "begin with its weights: tessera export RUN weights.safetensors, "
+                fix += "and training.init_from=weights.safetensors training.resume=none"
             raise CheckpointMismatchError(
                 f"the checkpoint of step {self.metadata.step} does not hold what this "
                 "run needs",
                 got="\n".join(lines),
-                fix="use the model and the optimizer of the checkpoint, which its "
-                "metadata.json names",
+                fix=fix,
             )
 
     def restore(self, checkpoint: Checkpoint) -> TrainState:

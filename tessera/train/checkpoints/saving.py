@@ -38,6 +38,7 @@ from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import log
 from tessera.train.loop.train_state import TrainState
+from tessera.train.rollouts.rollout import Rollout
 
 
 class Checkpoints:
@@ -156,6 +157,7 @@ class Checkpoints:
         cursor: Cursor,
         *,
         is_validated: bool = True,
+        rollout: Rollout | None = None,
     ) -> None:
         """Start saving a checkpoint; the state may be donated when this returns.
 
@@ -167,6 +169,7 @@ class Checkpoints:
           state: The state after them.
           cursor: The position in the data after them.
           is_validated: Whether the evaluation that is due after the step has run.
+          rollout: What the next steps learn from, of a policy.
 
         Raises:
           CheckpointWriteError: [T804] there is one of this step, or of a later one.
@@ -212,6 +215,8 @@ class Checkpoints:
                         is_validated=is_validated,
                         published=self._published,
                     )
+                    if rollout is not None:
+                        rollout.write(path / checkpoint_folder.ROLLOUT)
                     self._complete(path, metadata, begun, blocked)
             except Exception as error:
                 self._abandon(path, error)

@@ -14,6 +14,7 @@ from tessera.train.models.definition import ModelDefinition, definition_of
 
 # Of two types, which OmegaConf has no list for.
 _MESH_SHAPE: Final = {"mesh_shape": list[Any]}
+_OF_VALUES: Final = ("training", "data", "optimizer", "runtime", "preference", "grpo")
 _OF_EVERY_MODEL: Final = [one for one in fields(ModelConfig) if one.name != "config"]
 
 
@@ -66,8 +67,7 @@ def settings_of(config: DictConfig) -> Config:
       ModelShapeError: [T405] the sizes of the model contradict each other.
     """
     values: dict[str, Any] = {
-        group: OmegaConf.to_object(config[group])
-        for group in ("training", "data", "optimizer", "runtime")
+        group: OmegaConf.to_object(config[group]) for group in _OF_VALUES
     }
     sizes = cast(
         dict[str, Any],
@@ -77,7 +77,9 @@ def settings_of(config: DictConfig) -> Config:
     own = {one.name: sizes.pop(one.name) for one in _OF_EVERY_MODEL}
     definition = definition_of(own["definition"])
     model = ModelConfig(**own, config=definition.configure(sizes))
-    return Config(name=config.name, recipe=config.recipe, model=model, **values)
+    rewards = None if config.rewards is None else list(config.rewards)
+    own = {"name": config.name, "recipe": config.recipe, "rewards": rewards}
+    return Config(model=model, **own, **values)
 
 
 def settings_of_text(text: str) -> Config:

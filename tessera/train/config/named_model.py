@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hydra.core.override_parser.types import Override
 
@@ -26,6 +26,9 @@ from tessera.train.models.families.registry import (
     family_of,
     read_config_file,
 )
+
+# The kind of data that a recipe reads, where it is not text.
+_DATA_OF: Final = {"preference": "preferences", "grpo": "prompts"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def own_model(name: str, commits: HubCommits) -> NamedModel | None:
 def own_data(choices: dict[str, str], overrides: Sequence[Override]) -> str | None:
     """The ``data.path`` of ``data=<path or data set of the Hub>``, if it is one.
 
+    The kind of data becomes text, or what the recipe reads.
+
     Raises:
       SettingConflictError: [T507] ``data.path`` is given, too.
       SettingValueError: [T502] it begins with ``hf://``, and names no repository.
@@ -89,11 +94,12 @@ def own_data(choices: dict[str, str], overrides: Sequence[Override]) -> str | No
     name = choices.get("data", "")
     if "/" not in name:
         return None
+    kind = _DATA_OF.get(choices.get("recipe", ""), "text")
     if paths := [o.input_line for o in overrides if o.key_or_group == "data.path"]:
         raise SettingConflictError(
             "data= and data.path both name the data",
             got=f"data={name} {paths[0]}",
-            fix=f"leave one out: data={name}, or data=text {paths[0]}",
+            fix=f"leave one out: data={name}, or data={kind} {paths[0]}",
         )
-    choices["data"] = "text"
+    choices["data"] = kind
     return str(HubName.find(name, is_dataset=True) or name)

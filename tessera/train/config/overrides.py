@@ -21,7 +21,10 @@ from tessera.train.config.setting_fields import walk
 from tessera.train.config.setting_hints import instead_of_word, no_setting
 
 RECIPE: Final = "recipe"
-GROUPS: Final = (RECIPE, "model", "training", "data", "optimizer", "runtime")
+GROUPS: Final = (
+    *(RECIPE, "model", "training", "data", "optimizer", "runtime"),
+    *("preference", "grpo"),
+)
 RUN_DIR: Final = "hydra.run.dir"
 # How values are written that have an unusual form.
 _FORMS: Final = {

@@ -14,6 +14,12 @@ from typing import Any, Final, TypeAlias
 
 from tessera.errors import OutputPathError
 from tessera.train.config.optimizer_config import AdamWConfig, OptimizerConfig
+from tessera.train.config.post_training_config import (
+    NEXT_TOKEN,
+    OBJECTIVES,
+    GrpoConfig,
+    PreferenceConfig,
+)
 from tessera.train.config.setting_fields import MOST_COUNT, Limits, setting
 from tessera.train.data.data_config import DataConfig
 from tessera.train.loop.precision import Precision, precision_of
@@ -113,6 +119,9 @@ class TrainingConfig:
         ones on every mesh; null reads all.
       sample_prompt: What the sample at the end of the run continues.
       sample_length: Tokens of that sample; 0 makes none.
+      objective: What is learned: the next_token of texts and answers, a preference for
+        one of two answers, or a policy whose completions are rewarded. It asks for
+        data=preferences or data=prompts, and the recipes preference and grpo set it.
       init_from: The parameters to begin with unless the run resumes: a safetensors
         file, or a folder of Hugging Face, as model=<folder> sets it; null makes them
         from the seed.
@@ -182,6 +191,7 @@ class TrainingConfig:
     validation_sequences: int | None = setting(64, least=1, most=MOST_COUNT)
     sample_prompt: str = setting("def __init__(self")
     sample_length: int = setting(200, least=0, most=2**20)
+    objective: str = setting(NEXT_TOKEN, choices=OBJECTIVES)
     init_from: str | None = setting(None)
     trainable: list[str] | None = setting(None)  # noqa: RUF009 - it gives a field
     frozen: list[str] | None = setting(None)  # noqa: RUF009 - it gives a field
@@ -244,6 +254,8 @@ class RuntimeConfig:
       step_deadline: Seconds for one step; null is no limit.
       evaluation_deadline: Seconds for one evaluation, and for the sample at the end;
         null is no limit.
+      rollout_deadline: Seconds for the completions of one rollout, or of one
+        evaluation; null is no limit.
       save_deadline: Seconds for what a checkpoint lets the loop wait; null is no limit.
       grace_period: Seconds from SIGTERM to the end of the process, in which it saves;
         less than its scheduler and the launcher's --grace leave it.
@@ -266,6 +278,7 @@ class RuntimeConfig:
     compile_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
     step_deadline: float | None = setting(900.0, above=0, most=A_YEAR_S)
     evaluation_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
+    rollout_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
     save_deadline: float | None = setting(3600.0, above=0, most=A_YEAR_S)
     grace_period: float = setting(25.0, above=0, most=A_YEAR_S)
     max_run_time: float | None = setting(None, above=0, most=A_YEAR_S)
@@ -323,6 +336,9 @@ class Config:
       runtime: See ``RuntimeConfig``.
       recipe: Whose values the settings have that neither the command line nor another
         file gives.
+      preference: See ``PreferenceConfig``.
+      grpo: See ``GrpoConfig``.
+      rewards: What scores the completions of a policy; see docs/guides/own-rewards.md.
     """
 
     name: str = field(
@@ -341,6 +357,9 @@ class Config:
     recipe: str = setting(
         "none", test=lambda name: isinstance(name, str), legal="the name of a file"
     )
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    rewards: list[str] | None = setting(None)  # noqa: RUF009 - it gives a field
 
     @property
     def model_options(self) -> ModelOptions:
@@ -354,6 +373,11 @@ class Config:
             dtype=self.training.precision.activations,
             fp8=self.training.precision.fp8,
         )
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt whose completions are rewarded."""
+        return self.training.sequence_length + 1 - self.grpo.max_completion
 
     def rows_per_microbatch(self, sizes: Mapping[str, int]) -> int:
         """Sequences of one microbatch over the whole mesh."""

@@ -10,6 +10,7 @@ note in the log, because one configuration serves machines of all sizes.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Final, TypeAlias
 
 from tessera.errors import (
@@ -18,6 +19,12 @@ from tessera.errors import (
     SettingValueError,
     TesseraError,
     nearest,
+)
+from tessera.train.config.post_training_config import (
+    POLICY,
+    PREFERENCE,
+    GrpoConfig,
+    PreferenceConfig,
 )
 from tessera.train.config.run_config import (
     MESH_AXES,
@@ -28,6 +35,12 @@ from tessera.train.config.setting_fields import Conflict, as_yaml, broken
 from tessera.train.loop.precision import Precision
 
 Sizes: TypeAlias = Mapping[str, int]
+
+
+def _all_of(group: str, settings: type) -> str:
+    """Every setting of a group."""
+    return " ".join(f"{group}.{one.name}" for one in fields(settings))
+
 
 # What contradicts another setting.
 EXCLUDED: Final = (
@@ -73,6 +86,12 @@ EXCLUDED: Final = (
         " takes no steps",
     ),
     Conflict(
+        "training.objective=policy",
+        "training.eval_only",
+        ": the reward of given weights is validated before the first step",
+    ),
+    Conflict("grpo.server", "grpo.slots grpo.mesh_shape", ": the server samples"),
+    Conflict(
         "training.checkpoint_every=null",
         "runtime.verify_every",
         ": there are no checkpoints to resume from",
@@ -114,6 +133,14 @@ UNREAD: Final = (
         "training.on_spike=none", "training.spike_threshold training.spike_window"
     ),
     Conflict("training.numerics=fast", "training.reduction_parts"),
+    Conflict("training.objective!=preference", _all_of("preference", PreferenceConfig)),
+    Conflict("training.objective!=policy", "rewards " + _all_of("grpo", GrpoConfig)),
+    Conflict("preference.loss!=dpo", "preference.label_smoothing"),
+    Conflict("preference.loss!=simpo", "preference.margin"),
+    Conflict("preference.loss=orpo|simpo", "preference.reference"),
+    Conflict("grpo.kl_coefficient=0.0", "grpo.kl_estimator grpo.reference"),
+    Conflict("grpo.environment=null", "grpo.max_turns"),
+    Conflict("grpo.server=null", "grpo.server_model"),
 )
 # What axes would read that a mesh does not have.
 OF_AXES: Final = {
@@ -134,6 +161,34 @@ def conflicts(config: Config, sizes: Sizes | None) -> Iterator[TesseraError]:
     excluded = [*EXCLUDED, *_excluded(config, sizes or {})]
     yield from broken(excluded, config, what="cannot be used in this run")
     yield from broken([*UNREAD, *_unread(config, sizes)], config)
+    yield from _of_objective(config)
+
+
+def _of_objective(config: Config) -> Iterator[SettingConflictError]:
+    """Whether a run has the data and the rewards that its objective learns from."""
+    objective, data = config.training.objective, config.data.name
+    wanted = {PREFERENCE: "preferences", POLICY: "prompts"}
+    needed = wanted.get(objective)
+    if (needed or data) != data:
+        yield SettingConflictError(
+            f"training.objective={objective} learns from data={needed}",
+            got=f"data={data}",
+            fix=f"write data={needed} data.path=<file>",
+        )
+    elif needed is None and data in wanted.values():
+        other = next(name for name in wanted if wanted[name] == data)
+        recipe = "grpo" if other == POLICY else other
+        yield SettingConflictError(
+            f"data={data} is not for training.objective={objective}",
+            got=f"recipe={config.recipe}",
+            fix=f"write recipe={recipe}, or training.objective={other}",
+        )
+    if objective == POLICY and not (config.rewards or config.grpo.environment):
+        yield SettingConflictError(
+            "a policy learns from rewards",
+            got="rewards=null",
+            fix="write rewards=[my_module:my_function], or name a grpo.environment",
+        )
 
 
 def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:

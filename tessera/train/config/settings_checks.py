@@ -4,9 +4,10 @@
 Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what needs it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from operator import itemgetter
-from typing import Final
+from typing import Any, Final
 
 from tessera.errors import (
     BatchSizeError,
@@ -19,6 +20,7 @@ from tessera.errors import (
 from tessera.foundations.device_grid import checked_axes, checked_shape
 from tessera.train.config import optimizer_config
 from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.post_training_config import POLICY
 from tessera.train.config.run_config import (
     MESH_AXES,
     Config,
@@ -46,7 +48,7 @@ def check(settings: Config) -> list[TesseraError]:
         sizes = _read_mesh(settings.model)
     ranges = [
         problem
-        for group in ("model", "training", "runtime")
+        for group in ("model", "training", "runtime", "preference", "grpo")
         for problem in problems_of(getattr(settings, group), group)
     ]
     errors += ranges
@@ -104,6 +106,54 @@ def _check_batches(
         if -1 not in settings.model.mesh_shape[0]:
             yield error
     yield from _check_elements(settings, sizes)
+    if settings.training.objective == POLICY and -1 not in settings.model.mesh_shape[0]:
+        yield from rollout_problems(settings, sizes)
+
+
+def rollout_problems(
+    settings: Config, sizes: Mapping[str, int]
+) -> Iterator[TesseraError]:
+    """Whether the groups of a rollout fill its steps, and prompts have room."""
+    grpo, rows = settings.grpo, settings.rows_per_step(sizes)
+    total = rows * grpo.steps_per_rollout
+    if total % grpo.group_size:
+        size = grpo.group_size
+        near = nearest(range(size, total + size + 1, size), total)
+        yield BatchSizeError(
+            "the groups of a rollout do not fill its steps",
+            got=f"{rows} sequences x {grpo.steps_per_rollout} steps = {total} "
+            f"completions in groups of {size}",
+            fix=f"use {near} completions, or another grpo.group_size",
+        )
+    if grpo.mesh_shape is not None:
+        yield from _check_sampling_mesh(grpo.mesh_shape, sizes)
+    if settings.longest_prompt < 1:
+        yield BatchSizeError(
+            "completions leave no room for prompts",
+            got=f"training.sequence_length={settings.training.sequence_length}, "
+            f"{grpo.max_completion=}",
+            fix="use longer sequences, or a smaller grpo.max_completion",
+        )
+
+
+def _check_sampling_mesh(
+    shape: Sequence[Any], sizes: Mapping[str, int]
+) -> Iterator[MeshShapeError]:
+    """Whether the mesh of the sampler has the devices of the other, and no pipeline."""
+    try:
+        own, names = shape
+        axes = checked_axes(tuple(names))
+        own = checked_shape(tuple(own), axes)
+        is_usable = prod(own) == prod(sizes.values()) and {*axes} <= {*MESH_AXES}
+        if is_usable and "pp" not in {*axes, *sizes}:
+            return
+    except (TypeError, ValueError):  # T101 is a ValueError
+        pass
+    yield MeshShapeError(
+        "the sampler's mesh has the devices of the run's, and neither has 'pp'",
+        got=f"grpo.mesh_shape={as_yaml(shape)}, the run's mesh is {dict(sizes)}",
+        fix="write grpo.mesh_shape=[[1,4],[fsdp,tp]] for a run of 4 devices",
+    )
 
 
 def _check_elements(

@@ -16,6 +16,7 @@ from tessera.train.loop.spikes import SpikeGuard
 from tessera.train.loop.zero_stages import Zero
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
+from tessera.train.objectives.objective import NEXT_TOKEN, Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class StepConfig:
         step are cut; None adds in any order.
       loss_chunk: Of how many tokens each device makes logits at a time: a number,
         ``auto``, or ``none`` for all of them.
+      objective: The loss.
+      keeps_reference: Whether the state has the parameters that the run began with.
       spikes: What is done about spikes of the loss and the gradients; None looks for
         none.
     """
@@ -61,6 +64,8 @@ class StepConfig:
     gathers_once: bool = False
     reduction_parts: int | None = None
     loss_chunk: int | str = "none"
+    objective: Objective = NEXT_TOKEN
+    keeps_reference: bool = False
     spikes: SpikeGuard | None = None
 
     @cached_property
@@ -75,6 +80,7 @@ class StepConfig:
             self.zero.layouts("gradients"),
             self.loss_chunk,
             self.gathers_once,
+            self.objective,
         )
 
     @cached_property

@@ -4,7 +4,6 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
@@ -18,18 +17,21 @@ from tessera.analysis.flops import count
 from tessera.errors import ShardDivisibilityError
 from tessera.graph.compile_stages import Compiled
 from tessera.graph.function import Function
-from tessera.graph.pipelining import Schedule, describe, fewer_microbatches_warning
+from tessera.graph.pipelining import Schedule
 from tessera.mesh import Mesh
 from tessera.ops.loss_scale import LossScale
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.layout_checks import build_model
 from tessera.train.config.optimizer_config import unusual_rate
+from tessera.train.config.post_training_config import POLICY, PREFERENCE
 from tessera.train.config.recipes import RANDOM_WEIGHTS, tunes_nothing
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.setting_conflicts import numerics_problems
 from tessera.train.config.setting_fields import raise_all
+from tessera.train.config.settings_checks import rollout_problems
 from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.data import Corpus, load
+from tessera.train.data.prompts import load_prompts
 from tessera.train.data.tokenization import tokenizer_fingerprint
 from tessera.train.data.vocabulary import check_tokens
 from tessera.train.files.hub import PREFIX
@@ -41,8 +43,17 @@ from tessera.train.loop.device_checks import (
     with_idle_devices,
 )
 from tessera.train.loop.host_data_sharding import HostShard
+from tessera.train.loop.layout_notes import layout_notes
 from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.loop.pipelined_model import schedule_of
+from tessera.train.loop.run_objective import (
+    ADAPTERS_OFF,
+    COPY,
+    check_pairs,
+    objective_of,
+    reference_of,
+)
+from tessera.train.loop.scores import make_score_step
 from tessera.train.loop.spikes import SpikeGuard
 from tessera.train.loop.step import layouts_of_state, make_eval_step, make_train_step
 from tessera.train.loop.train_state import TrainState, abstract_state
@@ -50,8 +61,9 @@ from tessera.train.models.families.published_files import Published
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
 from tessera.train.models.weights import check_weights
+from tessera.train.objectives.objective import Objective
 
-_BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
+BATCH: Final = ("tokens", "targets", "segment_ids", "positions")
 
 
 @dataclass(frozen=True)
@@ -125,8 +137,67 @@ class Run:
             ),
             # By chunks, XLA sums in other orders on other meshes (JAX 0.12).
             loss_chunk=training.loss_chunk if training.numerics == "fast" else "none",
+            objective=self.objective,
+            keeps_reference=self.reference == COPY,
             spikes=guard,
         )
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What the step differentiates."""
+        return objective_of(self.config, self.rows_per_step)
+
+    @property
+    def reference(self) -> str | None:
+        """The reference model: ``copy`` or ``adapters_off``; None needs none."""
+        return reference_of(self.config, self.objective, self.model)
+
+    @cached_property
+    def score_reference(self) -> Function | None:
+        """Log-probabilities of a batch under the reference model, if there is one."""
+        return self._new_score_reference()
+
+    @cached_property
+    def score_validation(self) -> Function | None:
+        """The same of a batch of an evaluation, which has other shapes."""
+        return self._new_score_reference()
+
+    def _new_score_reference(self) -> Function | None:
+        if self.reference is None:
+            return None
+        drops = self.reference == ADAPTERS_OFF
+        return make_score_step(
+            self.step_config, temperature=self._temperature, drops_adapters=drops
+        )
+
+    @cached_property
+    def score_policy(self) -> Function | None:
+        """Log-probabilities under the policy, where steps learn from an older one."""
+        if "old" not in self.objective.arrays:
+            return None
+        if self.reference == COPY:  # the same program, of other parameters
+            return self.score_reference
+        return make_score_step(self.step_config, temperature=self._temperature)
+
+    @property
+    def _temperature(self) -> float:
+        is_policy = self.config.training.objective == POLICY
+        return self.config.grpo.temperature if is_policy else 1.0
+
+    @property
+    def rollout_form(self) -> str | None:
+        """What decides the numbers of a rollout beside its completions, of a policy."""
+        training, grpo = self.config.training, self.config.grpo
+        if training.objective != POLICY:
+            return None
+        names = sorted({*BATCH, *self.objective.arrays} - {"reference"})
+        sizes = self.rows_per_step, grpo.steps_per_rollout, training.sequence_length
+        rules = grpo.algorithm, grpo.group_size, grpo.max_completion, grpo.truncated
+        return repr((names, *sizes, *rules, grpo.temperature))
+
+    def reference_params(self, state: TrainState) -> Any:
+        """What ``score_reference`` takes of a state."""
+        return state.params if state.reference is None else state.reference
 
     @cached_property
     def loss_scale(self) -> LossScale | None:
@@ -156,20 +227,47 @@ class Run:
         """The loss of one batch: ``(params, batch) -> (summed loss, tokens)``."""
         return make_eval_step(self.step_config)
 
-    def compile_evaluation(self, corpus: Corpus) -> None:
-        """Compile it before the first step, where there is anything to evaluate.
+    def compile_others(self, corpus: Corpus) -> None:
+        """Compile what a run computes beside its steps before the first of them.
 
         A run that is asked to end cannot do so in the middle of a compilation.
         """
-        if corpus.has_validation:
+        is_policy = self.config.training.objective == POLICY
+        if corpus.has_validation and not is_policy:
             _ = self._compiled_evaluation
+            if self.score_validation is not None:
+                shape = 1, *self._shape_of_evaluation
+                rows = self._abstract_rows(shape, batch_spec(self.step_config))
+                params = self.reference_params(self.abstract_state)
+                self.score_validation.compile(params, {n: rows[n] for n in BATCH})
+        _ = self.compiled_scores
+
+    @cached_property
+    def compiled_scores(self) -> dict[str, Compiled]:
+        """The programs that score the batches of steps, by the model that does."""
+        if self.config.training.eval_only:
+            return {}
+        state = self.abstract_state
+        rows = {name: self.abstract_batch[name] for name in BATCH}
+        programs = {
+            "reference": (self.score_reference, self.reference_params(state)),
+            "policy": (self.score_policy, state.params),
+        }
+        return {
+            name: score.compile(params, rows)
+            for name, (score, params) in programs.items()
+            if score is not None
+        }
 
     @cached_property
     def _compiled_evaluation(self) -> Compiled:
-        rows = self.config.rows_per_evaluation(self.mesh.shape)
-        shape = rows, self.config.training.sequence_length
-        batch = self._abstract_rows(shape, self.validation_spec)
+        batch = self._abstract_rows(self._shape_of_evaluation, self.validation_spec)
         return self.evaluate.compile(self.abstract_state.params, batch)
+
+    @property
+    def _shape_of_evaluation(self) -> tuple[int, int]:
+        rows = self.config.rows_per_evaluation(self.mesh.shape)
+        return rows, self.config.training.sequence_length
 
     @property
     def validation_spec(self) -> PartitionSpec:
@@ -199,6 +297,7 @@ class Run:
         shapes = replace(
             abstract_state(self.model, config.optimizer, loss_scale=self.loss_scale),
             spikes=None if guard is None else guard.abstract_window,
+            reference=self.model.abstract() if config.keeps_reference else None,
         )
         specs, mesh = layouts_of_state(config, self.loss_scale), self.mesh.compile_mesh
         moments_at = optimizer_offload.shardings(
@@ -228,71 +327,13 @@ class Run:
 
     def _abstract_rows(self, shape: tuple[int, ...], spec: PartitionSpec) -> Any:
         sharding = NamedSharding(self.mesh.compile_mesh, spec)
-        struct = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        return dict.fromkeys(_BATCH, struct)
+        struct = partial(jax.ShapeDtypeStruct, shape, sharding=sharding)
+        others = dict.fromkeys(self.objective.arrays, struct(jnp.float32))
+        return dict.fromkeys(BATCH, struct(jnp.int32)) | others
 
     def layout_notes(self) -> list[str]:
         """What a reader of the settings would not expect, one sentence each."""
-        return [
-            *self.model.layout_notes(self.mesh),
-            *self.step_config.zero.notes(),
-            *self._optimizer_notes(),
-            *self._pipeline_notes(),
-            *self._numerics_notes(),
-            *self._unused_notes(),
-        ]
-
-    def _optimizer_notes(self) -> Iterator[str]:
-        """Where the optimizer's state makes a setting change nothing."""
-        config = self.step_config
-        leaves = jax.tree.leaves(self.abstract_state.optimizer)
-        if any(leaf.shape for leaf in leaves):
-            if config.offload_optimizer:
-                yield from optimizer_offload.notes(self.mesh)
-            return
-        reason = "changes nothing: this optimizer keeps no arrays"
-        if config.zero_stage == 1:
-            yield f"zero_stage 1 {reason}"
-        if config.offload_optimizer:
-            yield f"offload_optimizer {reason}"
-
-    def _pipeline_notes(self) -> list[str]:
-        """The split of the layers and the schedule; what they waste, as a warning."""
-        schedule, model, split = self.schedule, self.model, self.model.split
-        if schedule is None or split is None:
-            return []
-        fewer_microbatches_warning(schedule)
-        costs, head = model.layer_costs
-        notes = [describe(split.layers, costs, last=head), schedule.summary()]
-        if self.step_config.gathers_once and self.mesh.shape.get("fsdp", 1) == 1:
-            notes.append("pipeline_gather step changes nothing: 'fsdp' has one device")
-        return notes
-
-    def _numerics_notes(self) -> Iterator[str]:
-        """What the axes do that split no batch, where the order of sums is fixed."""
-        groups = self.step_config.data_axes
-        others = [
-            f"{axis} {size}"
-            for axis, size in self.mesh.shape.items()
-            if axis not in groups and size > 1
-        ]
-        if self.step_config.fixed_order is not None and others:
-            yield (
-                f"{', '.join(others)}: with deterministic numerics they split what is "
-                "stored between steps; in a step their devices share the rows of the "
-                "batch, with whole parameters"
-            )
-
-    def _unused_notes(self) -> Iterator[str]:
-        """Settings that have nothing to do in a model or on a mesh of these sizes."""
-        every = self.step_config.sync_every
-        rule = self.config.optimizer.scale_learning_rate
-        if data_parallel_groups(self.mesh.shape) == 1:
-            reason = "changes nothing: there is one data-parallel group"
-            if every > 1:
-                yield f"sync_gradients_every {every} {reason}"
-            if rule != "none":
-                yield f"scale_learning_rate {rule} {reason}"
+        return [*layout_notes(self)]
 
     def warnings(self, published: Published | None = None) -> list[str]:
         """What is legal and likely a mistake, one sentence each.
@@ -327,7 +368,10 @@ class Run:
         """
         training = self.config.training
         # A size of -1 is known only now.
-        raise_all([*numerics_problems(self.config, self.mesh.shape)])
+        problems = [*numerics_problems(self.config, self.mesh.shape)]
+        if training.objective == POLICY:
+            problems += rollout_problems(self.config, self.mesh.shape)
+        raise_all(problems)
         check_compilable(self.mesh)
         if training.precision.fp8:
             check_fp8(self.mesh)
@@ -351,15 +395,27 @@ class Run:
           TesseraError: T601 to T608, as ``data.load`` says; T604 and T605 also for the
             text that the sample at the end continues.
           EmptyDataError: [T602] there are fewer rows than one step takes.
+          SettingConflictError: [T507] the loss compares answers, and some are single.
           BatchSizeError: [T503] a batch cannot be divided over the processes.
         """
         training = self.config.training
+        if training.objective == POLICY:
+            prompts = load_prompts(
+                self.config.data,
+                max_length=self.config.longest_prompt,
+                seed=training.seed,
+                vocab_size=self.model.vocab_size,
+            )
+            self._check_prompt(prompts)
+            return prompts
         corpus = load(
             self.config.data,
             sequence_length=training.sequence_length,
             seed=training.seed,
             vocab_size=self.model.vocab_size,
         )
+        if training.objective == PREFERENCE:
+            check_pairs(corpus, self.config.preference.loss)
         part = 0, 1
         if not self.mesh.is_abstract:
             part = self.host_shard.index, self.host_shard.count

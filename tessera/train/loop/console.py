@@ -44,7 +44,7 @@ class Console:
       >>> import io
       >>> seen = io.StringIO()
       >>> with Console(None, stream=seen, terminal=False) as console:
-      ...     console.show_validation(100, 2.25)
+      ...     console.show_validation(100, {"val_loss": 2.25})
       >>> seen.getvalue().split(" ", 1)[1]
       'validation after step 100: loss 2.2500\n'
     """
@@ -125,14 +125,21 @@ class Console:
         text = table(rows, width - 2)
         self._show(title, text, detail and f"\n{detail}")
 
-    def show_validation(
-        self, step: int, loss: float, by_source: Mapping[str, float] | None = None
-    ) -> None:
-        """Show the loss on the validation data, in nats per token."""
-        text = f"validation after step {step}: loss {loss:.4f}"
-        if by_source:
-            text += f" ({', '.join(f'{n} {own:.4f}' for n, own in by_source.items())})"
-        self._show(text)
+    def show_validation(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Show the first mean over the validation data: the loss, or the reward.
+
+        Args:
+          step: After which.
+          numbers: As from ``weighted_means``.
+        """
+        name, mean = next(iter(numbers.items()))
+        text = f"validation after step {step}: {name.removeprefix('val_')} {mean:.4f}"
+        each = [
+            f"{one.removeprefix(f'{name}/')} {own:.4f}"
+            for one, own in numbers.items()
+            if one.startswith(f"{name}/")
+        ]
+        self._show(f"{text} ({', '.join(each)})" if each else text)
 
     def show_sample(self, prompt: str, continuation: str) -> None:
         """Show what the model continues a prompt with."""

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
-from tessera.ops import device_collectives
 from tessera.ops.clipping import global_norm
 from tessera.ops.deterministic_sums import (
     optimization_barrier,
@@ -27,8 +26,7 @@ from tessera.ops.deterministic_sums import (
     sum_of_rounds,
     sum_over_devices,
 )
-from tessera.ops.operand_layouts import region_mesh
-from tessera.shard_spec import axes_of_dims
+from tessera.ops.operand_layouts import gathered, region_mesh
 from tessera.tracing.scope import constrain, round_alike
 from tessera.train.models.model import Batch, Model
 from tessera.train.models.partition_rules import Placement
@@ -93,8 +91,8 @@ class FixedOrder:
         split = PartitionSpec(None, Placement(self.mesh).axes("batch") or None)
 
         def sums(params: Tree, batch: Batch, *others: jax.Array) -> Tree:
-            params = self.model.plain(jax.tree.map(_gathered, params, self.layouts))
-            batch = {name: _gathered(rows, split) for name, rows in batch.items()}
+            params = self.model.plain(jax.tree.map(gathered, params, self.layouts))
+            batch = {name: gathered(rows, split) for name, rows in batch.items()}
             first = jax.lax.axis_index(axes) * own if axes else 0
 
             def part(index: jax.Array) -> Tree:
@@ -164,11 +162,3 @@ class FixedOrder:
             # JAX cannot know that the tree ends with the same bits on all devices.
             check_vma=False,
         )
-
-
-def _gathered(block: jax.Array, layout: PartitionSpec) -> jax.Array:
-    """The whole array of which a device has a block."""
-    for dim, axes in enumerate(axes_of_dims(layout, block.ndim)):
-        if axes:
-            block = device_collectives.all_gather(block, axes, dim)
-    return block

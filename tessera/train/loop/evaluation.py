@@ -2,7 +2,7 @@
 """What the loop does with a model beside training it: validation loss and a sample."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -11,14 +11,15 @@ import numpy as np
 
 from tessera.train.data import Corpus
 from tessera.train.loop.build_run import Run
+from tessera.train.loop.reference_scores import with_reference
 from tessera.train.loop.train_state import TrainState
-from tessera.train.models.generation import generate
+from tessera.train.rollouts.sampler import generate
 
 
-def validation_losses(
+def validation_means(
     run: Run, corpus: Corpus, state: TrainState, should_continue: Callable[[], bool]
-) -> dict[str, float] | None:
-    """The loss of the first ``training.validation_sequences`` of each source.
+) -> dict[str, dict[str, float]] | None:
+    """Means over the first ``training.validation_sequences`` of each source.
 
     Which sequences that are does not depend on the rows of a batch: the last batch is
     padded with rows that have no target.
@@ -30,18 +31,40 @@ def validation_losses(
       should_continue: Asked before each batch; False ends the evaluation.
 
     Returns:
-      Nats per token by the name of the source, without those that have no validation
-      text; None where the evaluation was ended.
+      The means of the objective's sums, the loss first, by the name of the source,
+      without those that have no validation text; None where the evaluation was ended.
     """
-    losses = dict[str, float]()
+    means = dict[str, dict[str, float]]()
+    names = run.step_config.objective.sum_names
     for number, source in enumerate(corpus.sources):
         sums = _validation_sums(run, corpus, number, state, should_continue)
         if sums is None:
             return None
-        total, tokens = sums.tolist()
-        if tokens:
-            losses[source.name] = total / tokens
-    return losses
+        *totals, count = sums.tolist()
+        if count:
+            each = zip(names, totals, strict=True)
+            means[source.name] = {name: total / count for name, total in each}
+    return means
+
+
+def weighted_means(
+    means: Mapping[str, Mapping[str, float]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """``val_<name>`` over all sources, and of each, if there are several.
+
+    Args:
+      means: As from ``validation_means``.
+      weights: Of all sources, by name.
+    """
+    numbers = dict[str, float]()
+    names = next(iter(means.values()))
+    for name in names:
+        values = {source: each[name] for source, each in means.items()}
+        shares = [weights[source] for source in values]
+        numbers[f"val_{name}"] = float(np.average([*values.values()], weights=shares))
+        if len(weights) > 1:
+            numbers |= {f"val_{name}/{one}": value for one, value in values.items()}
+    return numbers
 
 
 def _validation_sums(
@@ -51,11 +74,12 @@ def _validation_sums(
     state: TrainState,
     should_continue: Callable[[], bool],
 ) -> np.ndarray | None:
-    """Nats and tokens of a source; None where the evaluation was ended."""
+    """The sums and the count of a source; None where the evaluation was ended."""
     shard = run.host_shard
     rows = run.config.rows_per_evaluation(run.mesh.shape)
     limit = run.config.training.validation_sequences
-    sums, in_flight = np.zeros(2), deque[Any]()
+    names, in_flight = run.step_config.objective.sum_names, deque[Any]()
+    sums = np.zeros(len(names) + 1)
     with closing(
         corpus.validation(rows, shard.index, shard.count, source=source, limit=limit)
     ) as batches:
@@ -63,7 +87,10 @@ def _validation_sums(
             if not should_continue():
                 return None
             placed = shard.to_global(batch, run.validation_spec, dim=0)
-            in_flight.append(run.evaluate(state.params, placed))
+            placed = with_reference(run, state, placed)
+            result, count = run.evaluate(state.params, placed)
+            # By name: a compiled function returns them in another order.
+            in_flight.append([*(result[name] for name in names), count])
             # Read a few batches behind, as the metrics of steps are.
             if len(in_flight) >= run.config.runtime.max_steps_in_flight:
                 sums += np.asarray(in_flight.popleft(), np.float64)

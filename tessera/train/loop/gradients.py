@@ -47,7 +47,7 @@ def mean_gradients(
       params: Parameters.
       batch: ``[accumulation, B, S]`` arrays.
       scale: Multiplies the losses.
-      share: Multiplies the gradients: 1 over the number of targets and over ``scale``.
+      share: Multiplies the gradients: 1 over the count of the batch and ``scale``.
 
     Returns:
       The sums times ``scale``, and the gradients.
@@ -93,7 +93,8 @@ def _microbatches(
         if config.reduces_narrow:
             weights = _narrowed(config, weights)
         whole = config.model.with_frozen(weights, params)
-        return config.model.loss(whole, micro, place, chunk=config.loss_chunk)
+        chunk = config.loss_chunk
+        return config.objective.loss(config.model, whole, micro, place, chunk)
 
     def one(micro: Batch) -> tuple[Sums, Tree]:
         if unreduced:
@@ -137,7 +138,8 @@ def _in_fixed_order(
     ) -> tuple[Float[Array, ""], Sums]:
         whole = model.with_frozen(weights, params)
         place, chunk = model.place(None), config.loss_chunk
-        return _scaled(model.loss(whole, micro, place, chunk=chunk), scale)
+        loss = config.objective.loss(model, whole, micro, place, chunk)
+        return _scaled(loss, scale)
 
     # Inside a region of one device each, where no layouts are declared for gradients.
     differentiated = jax.value_and_grad(scaled, has_aux=True)
@@ -161,7 +163,8 @@ def _accumulate(
     def add(carry: Tree, micro: Batch) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, carry, one(micro)), None
 
-    sums = dict.fromkeys(config.model.sum_names, jnp.float32(0.0))
+    names = config.objective.all_sum_names(config.model)
+    sums = dict.fromkeys(names, jnp.float32(0.0))
     return jax.lax.scan(add, (sums, zeros), dict(batch))[0]
 
 

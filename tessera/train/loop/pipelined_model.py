@@ -26,6 +26,7 @@ from tessera.tracing.casts import cast_parameter
 from tessera.tracing.scope import constrain
 from tessera.train.models.model import Model, Sums
 from tessera.train.models.partition_rules import Placement
+from tessera.train.objectives.objective import NEXT_TOKEN, Objective
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class PipelinedModel:
       loss_chunk: The number of tokens whose logits the last stage computes at a time.
       gathers_once: Whether parameters are gathered over ``fsdp`` before the first tick
         and gradients reduce-scattered after the last, not both in every tick.
+      objective: The loss that the last stage computes.
     """
 
     model: Model
@@ -48,6 +50,7 @@ class PipelinedModel:
     gradient_layouts: Tree | None = None
     loss_chunk: int | str = "none"
     gathers_once: bool = False
+    objective: Objective = NEXT_TOKEN
 
     def gradients(
         self, params: Tree, batch: Tree, seed: Float[Array, ""]
@@ -64,12 +67,12 @@ class PipelinedModel:
         gradients = self.model.join(result.weights, result.shared)
         return result.statistics, gradients
 
-    def loss(self, params: Tree, batch: Tree) -> Float[Array, ""]:
-        """Summed loss in nats of one microbatch ``[B, S]``, without gradients."""
+    def sums(self, params: Tree, batch: Tree) -> Sums:
+        """The sums of one microbatch ``[B, S]``, without gradients."""
         batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
         divided = self._divided(params)
         _, _, sums = self._pipeline(batch).outputs(*divided, batch)
-        return sums["loss"]
+        return sums
 
     def _pipeline(self, batch: Tree) -> Pipeline:
         return Pipeline(
@@ -176,14 +179,18 @@ class PipelinedModel:
             index == 0, lambda: model.embed(params, micro, place), lambda: wire
         )
         hidden, statistics = model.run_blocks(params, hidden, micro, place, own)
-        extra, sums = model.block_sums(statistics, micro)
+        objective, chunk = self.objective, self.loss_chunk
+        extra, others = model.block_sums(statistics, objective.count(micro))
 
-        def last() -> Float[Array, ""]:
-            return model.head_loss(params, hidden, micro, place, chunk=self.loss_chunk)
+        def last() -> Sums:
+            return objective.sums(model, params, hidden, micro, place, chunk)
+
+        def none() -> Sums:
+            return dict.fromkeys(objective.sum_names, jnp.float32(0.0))
 
         is_last = index == len(split.layers) - 1
-        loss = jax.lax.cond(is_last, last, lambda: jnp.float32(0.0))
-        return hidden, loss + extra, ((), {"loss": loss, **sums})
+        sums = jax.lax.cond(is_last, last, none)
+        return hidden, sums["loss"] + extra, ((), {**sums, **others})
 
 
 def schedule_of(

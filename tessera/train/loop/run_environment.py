@@ -40,7 +40,7 @@ def join(composed: Composed, lock: FolderLock) -> AbstractContextManager[Process
         ),
         deadlines={
             phase: getattr(runtime, f"{phase}_deadline")
-            for phase in ("startup", "compile", "step", "evaluation", "save")
+            for phase in ("startup", "compile", "step", "evaluation", "rollout", "save")
         },
         grace=runtime.grace_period,
     )

@@ -3,6 +3,7 @@
 
 ``train.log`` is every line of the log, ``metrics.jsonl`` every number,
 ``events.jsonl`` what happened to the run, over all of its attempts,
+``samples.jsonl`` completions of a policy, of all attempts as well,
 ``tensorboard/`` the same for TensorBoard, ``config.yaml`` the resolved configuration,
 ``checkpoints/`` the checkpoints to resume from, ``report.html`` the report,
 ``tracker.json`` the id of the run in ``training.tracker``.
@@ -20,11 +21,12 @@ from tessera.errors.untrusted_text import count_of, parse_json
 
 CHECKPOINTS: Final = "checkpoints"
 TRACKER: Final = "tracker.json"
+SAMPLES: Final = "samples.jsonl"
 
 _METRICS: Final = "metrics.jsonl"
 _NAMES: Final = ("train.log", _METRICS, "tensorboard", "profile", "config.yaml")
 # What stays where a run goes on in its folder, whose report is of all attempts.
-_KEPT: Final = ("events.jsonl", "report.html", CHECKPOINTS, TRACKER)
+_KEPT: Final = ("events.jsonl", "report.html", SAMPLES, CHECKPOINTS, TRACKER)
 # Of a line of metrics: a few dozen numbers by name.
 _LONGEST_LINE: Final = 2**20
 

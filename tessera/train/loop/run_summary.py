@@ -2,21 +2,25 @@
 """Describes a run: what was set, then what was compiled; and prints a dry run."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import jax
 
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.errors import DataNotFoundError
+from tessera.graph.compile_stages import Compiled
 from tessera.mesh import Mesh
 from tessera.train.checkpoints.choose_checkpoint import Choice
 from tessera.train.config.command_line import Composed
 from tessera.train.config.optimizer_config import scaled_learning_rate
+from tessera.train.config.post_training_config import POLICY
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.data.corpus import Corpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
+from tessera.train.loop.rollout_program import compiled_rollout
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.model import Model
 from tessera.train.runtime.compile_cache import make_compile_cache
@@ -51,7 +55,7 @@ def start_rows(
         rows.append(("batch", _batch(run)))
     else:
         steps = f"{settings.training.steps:,} steps"
-        epochs = corpus.describe_epochs(settings.training.steps * run.rows_per_step)
+        epochs = corpus.describe_epochs(rows_read(run))
         rows += [
             ("batch", f"{_batch(run)} a step; {steps} are {epochs}"),
             ("optimizer", _optimizer(settings, mesh)),
@@ -63,6 +67,16 @@ def start_rows(
         ("settings", f"{changed or 'the defaults'}; config.yaml has all"),
         ("folder", str(choice.output_dir)),
     ]
+
+
+def rows_read(run: Run) -> int:
+    """Rows of the data that all steps of a run read; of a policy, prompts."""
+    training, grpo = run.config.training, run.config.grpo
+    if training.objective != POLICY:
+        return training.steps * run.rows_per_step
+    rollouts = -(-training.steps // grpo.steps_of_a_rollout)
+    completions = run.rows_per_step * grpo.steps_per_rollout
+    return rollouts * completions // grpo.group_size
 
 
 def _weights(run: Run, choice: Choice) -> str:
@@ -130,20 +144,17 @@ def _optimizer(settings: Config, mesh: Mesh) -> str:
     return f"{chosen.name}, learning rate {rate:g}: {warmup}"
 
 
-def run_rows(run: Run) -> list[tuple[str, str]]:
-    """Mesh, parameters, batch and memory per device; compiles, allocates nothing."""
+def run_rows(run: Run, rollout: Compiled | None = None) -> list[tuple[str, str]]:
+    """Mesh, parameters, batch and memory per device; compiles, allocates nothing.
+
+    Args:
+      run: The run.
+      rollout: The program of its sampler, if that is to be shown.
+    """
     settings, mesh = run.config, run.mesh
-    memory, ledger = run.compiled.memory, run.compiled.collectives
+    memory = run.compiled.memory
     unit = "batch" if settings.training.eval_only else "step"
     state = inspect(run.abstract_state)
-    sent = [
-        f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
-        for axes, total in ledger.by_axis().items()
-    ]
-    if ledger.unplanned:
-        size = sum(row.total_bytes for row in ledger.unplanned)
-        found = f"{len(ledger.unplanned)} collectives, {format_bytes(size)}"
-        sent.append(f"of these unplanned: {found}")
     return [
         ("mesh", f"{mesh.topology}{_place(mesh)}"),
         ("model", settings.model.name),
@@ -158,14 +169,49 @@ def run_rows(run: Run) -> list[tuple[str, str]]:
         ("stored per device", _stored(run)),
         *(("recomputed", text) for text in run.model.remat_notes()),
         ("batch", _batch(run)),
+        *_rows_of_others(run, rollout, unit),
         (
             "memory per device",
             f"{format_bytes(memory.peak)}: state and batch "
             f"{format_bytes(memory.arguments)}, temporaries "
             f"{format_bytes(memory.temporaries)}",
         ),
-        (f"sent per {unit}", "; ".join(sent) or "nothing: one device"),
+        (f"sent per {unit}", _sent(run.compiled)),
     ]
+
+
+def _rows_of_others(
+    run: Run, rollout: Compiled | None, unit: str
+) -> Iterator[tuple[str, str]]:
+    """What programs beside the step take, with the rest of the state."""
+    state = run.abstract_state
+    if run.step_config.offload_optimizer:
+        state = replace(state, optimizer=None)
+    rest = inspect(state).local_nbytes - inspect(state.params).local_nbytes
+    for name, program in _others(run, rollout).items():
+        peak, sent = format_bytes(program.memory.peak + rest), _sent(program)
+        per = unit if name.endswith("scores") else "dispatch of one token"
+        yield name, f"{peak} per device; sent per {per}: {sent}"
+
+
+def _others(run: Run, rollout: Compiled | None) -> dict[str, Compiled]:
+    """The programs beside the step, by name."""
+    found = {f"{name} scores": each for name, each in run.compiled_scores.items()}
+    return found if rollout is None else {**found, "rollout": rollout}
+
+
+def _sent(program: Compiled) -> str:
+    """What a program sends, by the axes of the mesh."""
+    ledger = program.collectives
+    sent = [
+        f"{'×'.join(axes)}: {total.calls} calls, {format_bytes(total.nbytes)}"
+        for axes, total in ledger.by_axis().items()
+    ]
+    if ledger.unplanned:
+        size = sum(row.total_bytes for row in ledger.unplanned)
+        found = f"{len(ledger.unplanned)} collectives, {format_bytes(size)}"
+        sent.append(f"of these unplanned: {found}")
+    return "; ".join(sent) or "nothing: one device"
 
 
 def _place(mesh: Mesh) -> str:
@@ -195,9 +241,13 @@ def _stored(run: Run) -> str:
     """
     state, zero = run.abstract_state, run.step_config.zero
     trees = {"parameters": state.params}
+    if state.reference is not None:
+        trees["reference"] = state.reference
     if not run.config.training.eval_only:
         trees["gradients"] = zero.abstract_gradients
         trees["optimizer"] = state.optimizer
+    if state.reference is not None:
+        trees["reference"] = state.reference
     held = {name: inspect(tree).local_nbytes for name, tree in trees.items()}
     if "gradients" in held and run.step_config.fixed_order is not None:
         held["gradients"] = inspect(trees["gradients"]).nbytes
@@ -216,13 +266,14 @@ def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> Non
         for line in (*warnings, *(corpus.warnings() if corpus else ())):
             log.warning("%s", line)
         rows = [("data", _data(corpus))] if corpus else []
-        console.show_table("run", [*rows, *run_rows(run)])
-        log.info("%s", dry_run_text(run))
+        rollout = compiled_rollout(run)
+        console.show_table("run", [*rows, *run_rows(run, rollout)])
+        log.info("%s", dry_run_text(run, rollout))
 
 
 def _dry_data(run: Run) -> Corpus | None:
     """The data, if files were named; those of a target may be where the target is."""
-    if run.config.data.name not in ("text", "mixture"):
+    if run.config.data.name in ("stdlib", "synthetic"):
         return None
     try:
         return run.load_data()
@@ -233,13 +284,16 @@ def _dry_data(run: Run) -> Corpus | None:
         return None
 
 
-def dry_run_text(run: Run) -> str:
-    """Memory per device, every collective of the compiled step, and its time.
+def dry_run_text(run: Run, rollout: Compiled | None = None) -> str:
+    """Memory per device, every collective of each compiled program, and its time.
 
     The time is predicted, and only where the mesh has a target.
     """
-    compiled = run.compiled
-    parts = [compiled.memory.as_text(), compiled.collectives.as_text()]
-    if run.mesh.target is not None:
-        parts.append(compiled.timeline.as_text())
+    parts = list[str]()
+    for name, program in {"": run.compiled, **_others(run, rollout)}.items():
+        title = f"{name}, " if name else ""
+        parts.append(title + program.memory.as_text())
+        parts.append(program.collectives.as_text())
+        if run.mesh.target is not None:
+            parts.append(program.timeline.as_text())
     return "\n\n".join(parts)

@@ -24,7 +24,7 @@ from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop.gradients import mean_gradients
 from tessera.train.loop.optimizer_offload import to_device, to_host
 from tessera.train.loop.train_state import TrainState, replicated, state_specs
-from tessera.train.models.model import Batch, num_targets
+from tessera.train.models.model import Batch, Sums, num_targets
 
 
 def make_train_step(config: StepConfig, state: TrainState) -> Function:
@@ -32,9 +32,10 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
 
     The state is donated. ``batch`` holds int32 arrays ``tokens``, ``targets``,
     ``segment_ids`` and ``positions``, global ``[accumulation, B, S]``, per device
-    ``[accumulation, B / (dp · fsdp), S]``. Metrics are f32 scalars: ``loss`` in nats
-    per token, ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; the
-    model's other sums, as a mean over tokens (with experts ``ROUTER_METRICS``); with a
+    ``[accumulation, B / (dp · fsdp), S]``, and the f32 ``arrays`` of the objective.
+    Metrics are f32 scalars: ``loss`` (of the next token in nats per token),
+    ``grad_norm`` before clipping, ``learning_rate``, ``tokens``; the other sums of the
+    objective and of the model, as means (with experts ``ROUTER_METRICS``); with a
     loss scale also ``loss_scale``, whether its gradients overflowed
     (``overflow``), how many steps' did so far (``overflows``), and how many in a row
     did with the smallest scale (``stalled_overflows``); with ``config.spikes`` those of
@@ -51,14 +52,15 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
     norm_of = config.fixed_order.norm if config.fixed_order else global_norm
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Tree]:
-        batch = _arranged(config, batch)
-        counted = num_targets(batch)
+        reference, state = state.reference, replace(state, reference=None)
+        batch = config.objective.prepared(_arranged(config, batch))
+        counted = config.objective.count(batch)
         # A batch of padding alone has no gradient, and none is invented for it.
-        tokens = jnp.maximum(counted, 1.0)
+        count = jnp.maximum(counted, 1.0)
         # It is the mean loss that is scaled: the gradients of a sum would overflow with
         # the size of the batch.
-        scale = None if state.loss_scale is None else state.loss_scale.value / tokens
-        share = 1.0 / (tokens if scale is None else tokens * scale)
+        scale = None if state.loss_scale is None else state.loss_scale.value / count
+        share = 1.0 / (count if scale is None else count * scale)
         sums, gradients = mean_gradients(config, state.params, batch, scale, share)
         if config.fixed_order is None:
             gradients = config.zero.constrain_shares(gradients)
@@ -68,7 +70,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
             **jax.tree.map(share.__mul__, sums),
             "grad_norm": norm_of(gradients),
             "learning_rate": config.learning_rate(state.step),
-            "tokens": counted,
+            "tokens": num_targets(batch),
         }
         if config.offload_optimizer:
             state = replace(state, optimizer=to_device(state.optimizer))
@@ -87,7 +89,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
             new = replace(new, loss_scale=scale)
         if config.offload_optimizer:
             new = replace(new, optimizer=to_host(new.optimizer))
-        return new, metrics
+        return replace(new, reference=reference), metrics
 
     train_step.__name__ = "train_step"
     specs = layouts_of_state(config, state.loss_scale)
@@ -110,34 +112,36 @@ def layouts_of_state(config: StepConfig, loss_scale: LossScale | None) -> TrainS
         zero_stage=config.zero_stage,
     )
     window = None if config.spikes is None else config.spikes.abstract_window
-    return replace(specs, spikes=jax.tree.map(replicated, window))
+    reference = config.zero.params if config.keeps_reference else None
+    spikes = jax.tree.map(replicated, window)
+    return replace(specs, spikes=spikes, reference=reference)
 
 
 def make_eval_step(config: StepConfig) -> Function:
-    """Compile-ready function ``(params, batch) -> (summed loss, tokens)``.
+    """Compile-ready function ``(params, batch) -> (sums, count)``.
 
-    ``batch`` is that of one microbatch: ``[B, S]`` arrays. The loss is in nats.
+    ``batch`` is that of one microbatch: ``[B, S]`` arrays. The sums are those of the
+    objective, by name, and are divided by the count.
     """
+    objective, chunk = config.objective, config.loss_chunk
 
-    def eval_step(
-        params: Tree, batch: Batch
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        batch = _arranged(config, batch)
-        tokens = num_targets(batch)
+    def eval_step(params: Tree, batch: Batch) -> tuple[Sums, Float[Array, ""]]:
+        batch = objective.prepared(_arranged(config, batch))
         if config.pipeline is not None:
-            return config.pipeline.loss(params, batch), tokens
-        if config.fixed_order is not None:
+            sums = config.pipeline.sums(params, batch)
+        elif config.fixed_order is not None:
             rows = {name: array[None] for name, array in batch.items()}
             order = config.fixed_order.of_rows(batch["tokens"].shape[0])
             plain = config.model.without_stages()
 
-            def loss(params: Tree, rows: Batch) -> Float[Array, ""]:
-                place, chunk = plain.place(None), config.loss_chunk
-                return plain.loss(params, rows, place, chunk=chunk)[1]["loss"]
+            def of_rows(params: Tree, rows: Batch) -> Sums:
+                return objective.loss(plain, params, rows, plain.place(None), chunk)[1]
 
-            return order.summed(loss, params, rows), tokens
-        place, chunk = config.model.place(config.mesh), config.loss_chunk
-        return config.model.loss(params, batch, place, chunk=chunk)[1]["loss"], tokens
+            sums = order.summed(of_rows, params, rows)
+        else:
+            place = config.model.place(config.mesh)
+            sums = objective.loss(config.model, params, batch, place, chunk)[1]
+        return {n: sums[n] for n in objective.sum_names}, objective.count(batch)
 
     return function(
         eval_step,

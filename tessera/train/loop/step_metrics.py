@@ -30,6 +30,7 @@ _log: Final = logging.getLogger("tessera")
 # Of the numbers that every step writes, those that are shown beside the loss, and those
 # that train.log has as well.
 _SHOWN: Final = (
+    *("reward", "kl", "reward_margin", "accuracy"),
     "grad_norm",
     "learning_rate",
     "learned_fraction",

@@ -2,6 +2,7 @@
 """One run: join processes, prepare devices, open the folder, then train."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -17,6 +18,7 @@ from tessera.train.loop.console import Console, log, table
 from tessera.train.loop.folder_lock import FolderLock
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.profiling import Window
+from tessera.train.loop.rollout_batches import open_rollouts
 from tessera.train.loop.run_environment import join, prepare
 from tessera.train.loop.run_folder import open_run_folder
 from tessera.train.loop.run_records import description_of, recorded, reported
@@ -89,6 +91,8 @@ def train(
     choice = choose_start(settings.training.resume, Path(here.shared), here.attempt)
     messages += choice.check(run, corpus, composed.text)
     published = _published(composed, choice.checkpoint)
+    enter = here.watchdog.enter
+    rollouts = open_rollouts(run, corpus, enter, choice.output_dir)
     folder, own, check = None, choice.own_step, lock.check
     make_compile_cache()
     if here.rank == 0:
@@ -110,13 +114,9 @@ def train(
             **description_of(run.mesh, here.count),
         ) as records,
         Checkpoints(
-            run,
-            choice.root,
-            composed.text,
-            own,
-            check,
-            published=published,
+            run, choice.root, composed.text, own, check, published
         ) as checkpoints,
+        rollouts or nullcontext(),
     ):
         unusual = (*run.warnings(Published.parse(published)), *corpus.warnings())
         for line in (*choice.warnings, *unusual):
@@ -127,11 +127,11 @@ def train(
         detail = f"{here.cluster}\n{corpus.describe()}\n{composed.text.rstrip()}"
         console.show_table("run", begins, detail)
         log.info("compiling the step")
-        here.watchdog.enter("compile")
+        enter("compile")
         records.write("program", run=begins, rows=_compile(run, console))
         if here.count > 1:
             here.compare("step", *run.step_fingerprint())
-        here.watchdog.enter("startup")
+        enter("startup")
         trainer = Trainer(
             run,
             corpus,
@@ -140,10 +140,10 @@ def train(
             Window.of(run, folder, writer),
             checkpoints,
             choice.checkpoint,
-            callbacks=Callbacks(here.watchdog.enter, here.should_continue, records),
+            callbacks=Callbacks(enter, here.should_continue, records, rollouts),
         )
         trainer.train()
-        here.watchdog.enter("save")
+        enter("save")
         checkpoints.wait()
         records.write("stop" if trainer.is_stopped else "end", step=trainer.step)
         log.info("the run is in %s", choice.output_dir)

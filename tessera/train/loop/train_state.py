@@ -21,7 +21,7 @@ from tessera.train.models.model import Model
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "optimizer", "loss_scale", "spikes"],
+    data_fields=["step", "params", "optimizer", "loss_scale", "spikes", "reference"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class TrainState:
       optimizer: The state of the Optax transformation.
       loss_scale: The dynamic loss scale of fp16, or None.
       spikes: Numbers of the last steps, which new ones are compared with, or None.
+      reference: The parameters that the run began with, where what is learned is
+        compared with them, or None.
     """
 
     step: Any
@@ -41,6 +43,7 @@ class TrainState:
     optimizer: Tree
     loss_scale: LossScale | None = None
     spikes: SpikeWindow | None = None
+    reference: Tree | None = None
 
 
 def init_state(
@@ -52,6 +55,7 @@ def init_state(
     params: Tree | None = None,
     zero_stage: int = 0,
     offload_optimizer: bool = False,
+    keeps_reference: bool = False,
 ) -> TrainState:
     """A fresh state, every shard of it created on its own device.
 
@@ -63,6 +67,7 @@ def init_state(
       params: Its parameters in their layouts; None initializes them.
       zero_stage: What is split over ``dp``; see ``Zero``.
       offload_optimizer: Whether the optimizer's state lies in the memory of the host.
+      keeps_reference: Whether the state has a second copy of the parameters.
 
     Raises:
       AbstractMeshError: [T105] this machine lacks some of the mesh's devices.
@@ -80,7 +85,8 @@ def init_state(
 
     layouts = (NamedSharding(mesh.jax, specs.step), moments_at)
     step, moments = jax.jit(others, out_shardings=layouts)(params)
-    return TrainState(step, params, moments)
+    reference = jax.tree.map(jnp.copy, params) if keeps_reference else None
+    return TrainState(step, params, moments, reference=reference)
 
 
 def abstract_state(

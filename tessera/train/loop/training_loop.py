@@ -7,34 +7,34 @@ oldest step in flight, which bounds how far it runs ahead and paces the log.
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
-import numpy as np
 
 from tessera.errors import EmptyDataError
 from tessera.train.checkpoints.checkpoint_folder import Checkpoint
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
-from tessera.train.config.step_config import batch_spec
-from tessera.train.data import Batch, Corpus
+from tessera.train.data import Corpus
 from tessera.train.data.cursor import Cursor
+from tessera.train.loop.batch_sources import BatchSource, CorpusBatches
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, Progress, log
 from tessera.train.loop.deferred_interrupts import Interrupts
-from tessera.train.loop.evaluation import sample, validation_losses
+from tessera.train.loop.evaluation import sample, weighted_means
 from tessera.train.loop.metrics import MetricWriter
+from tessera.train.loop.position import Position, StepInput
 from tessera.train.loop.profiling import Window
 from tessera.train.loop.run_records import RunRecords
 from tessera.train.loop.step_metrics import StepMetrics
 from tessera.train.loop.step_verification import StepVerification
 from tessera.train.loop.train_state import TrainState, init_state
 from tessera.train.models.weights import import_weights
+from tessera.train.rollouts.completions import RolloutStopped
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -45,29 +45,17 @@ class Callbacks:
 
     Attributes:
       on_phase: Called with the phase that begins, ``"step"``, ``"evaluation"``,
-        ``"save"`` or ``"compile"``, and the step's number.
+        ``"save"``, ``"compile"``, ``"rollout"`` or ``"reward"``, and the step's number.
       should_continue: Asked before each step and each batch of an evaluation; on False
         the run saves, and ``Trainer.train`` returns.
+      records: What the run writes of its phases.
+      source: Where batches come from; None reads the corpus.
     """
 
     on_phase: Callable[[str, int], None] = lambda phase, step: None
     should_continue: Callable[[], bool] = lambda: True
     records: RunRecords = field(default_factory=RunRecords)
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a run is.
-
-    Attributes:
-      step: Optimizer steps begun.
-      state: The state after them, which no other step has taken.
-      cursor: How far the data was read for them.
-    """
-
-    step: int
-    state: TrainState
-    cursor: Cursor
+    source: BatchSource | None = None
 
 
 class Trainer:
@@ -112,8 +100,10 @@ class Trainer:
         # The last steps that were evaluated and saved, here or before a resume.
         self._validated = self._saved = 0
         # Steps that were started and whose metrics were not read yet.
-        self._in_flight: deque[tuple[int, dict[str, jax.Array]]] = deque()
+        self._in_flight = deque[tuple[int, dict[str, jax.Array | float]]]()
         self._metrics = StepMetrics(run, writer, checkpoints, self._records)
+        add_wait = self._metrics.add_data_wait
+        self._source = callbacks.source or CorpusBatches(run, corpus, add_wait)
         self._verification = StepVerification(run, self._on_phase, checkpoints)
         self.is_stopped = False
         """Whether ``train`` returned before the last step, as it was asked to."""
@@ -136,7 +126,7 @@ class Trainer:
         with self._interrupts.handled():
             self.position = self.position or self._beginning(self._resumed)
             self._on_phase("compile", self._at.step)
-            self.run.compile_evaluation(self.corpus)
+            self.run.compile_others(self.corpus)
             if self._take_steps() and self._should_continue():
                 self._sample(self._at.state)
             else:
@@ -163,25 +153,34 @@ class Trainer:
         left = self.run.config.training.steps - self._at.step
         most = self.run.config.runtime.max_steps_in_flight
         self._metrics.restart_clock()
-        with closing(self._batches(self._at.cursor.rows)) as batches:
-            drain = partial(self._drain, progress)
+        drain = partial(self._drain, progress)
+        where = self._source.batches(lambda: self._at, drain, self._should_continue)
+        with closing(where) as batches:
             # First what the last step left to do, where it was interrupted.
             going = self._settle(drain)
-            for batch in islice(batches, max(left, 0)):
+            for _ in range(left):
+                # Before a batch is made: that of a policy may take minutes.
                 going = going and self._should_continue()
                 if not going:
                     break
-                self._step(batch, drain)
+                try:
+                    given = next(batches)
+                except RolloutStopped:
+                    going = False
+                    break
+                self._step(given, drain)
                 if len(self._in_flight) >= most:
                     self._read_oldest(progress)
                 going = self._settle(drain)
             drain()
         return going
 
-    def _step(self, batch: Any, drain: Callable[[], None]) -> None:
+    def _step(self, given: StepInput, drain: Callable[[], None]) -> None:
         at = self._at
         step = at.step + 1
         self._on_phase("step", step)
+        if given.numbers:  # what took other time than the step's
+            self._metrics.restart_clock()
         if self._window is not None:
             self._window.before(step, drain)
         take = self.run.step
@@ -189,10 +188,9 @@ class Trainer:
             drain()
             take = partial(self._verification.take, step)
         with self._interrupts.deferred():
-            state, metrics = take(at.state, batch)
-            cursor = at.cursor.advance(self.run.rows_per_step)
-            self.position = Position(step, state, cursor)
-            self._in_flight.append((step, metrics))
+            state, metrics = take(at.state, given.batch)
+            self.position = Position(step, state, given.cursor, given.rollout)
+            self._in_flight.append((step, {**metrics, **given.numbers}))
 
     def _settle(self, drain: Callable[[], None]) -> bool:
         """Do what is due after a step and was not done; False where the run stops."""
@@ -227,7 +225,13 @@ class Trainer:
         at, is_validated = self._at, not self._is_validation_due
         self._on_phase("save", at.step)
         with self._interrupts.deferred():
-            checkpoints.save(at.step, at.state, at.cursor, is_validated=is_validated)
+            checkpoints.save(
+                at.step,
+                at.state,
+                at.cursor,
+                is_validated=is_validated,
+                rollout=at.rollout,
+            )
             self._saved = at.step
 
     @property
@@ -253,7 +257,14 @@ class Trainer:
             state = restoration.restore(checkpoint)
             self._saved = metadata.step
             self._validated = metadata.step - (not metadata.is_validated)
-            return Position(metadata.step, state, cursor)
+            rollout = checkpoint.read_rollout() if run.rollout_form else None
+            if rollout is not None and rollout.form != run.rollout_form:
+                rollout = None
+                log.warning(
+                    "the checkpoint's completions are of other settings of grpo or of "
+                    "another batch: none of them is learned, new ones are sampled"
+                )
+            return Position(metadata.step, state, cursor, rollout)
         key, params = jax.random.key(run.config.training.seed), None
         if (path := run.config.training.init_from) is not None:
             model, layouts = run.model, run.step_config.zero.params
@@ -270,38 +281,10 @@ class Trainer:
             params=params,
             zero_stage=run.step_config.zero_stage,
             offload_optimizer=run.step_config.offload_optimizer,
+            keeps_reference=run.step_config.keeps_reference,
         )
         state = replace(state, **run.fresh_parts())
         return Position(0, state, Cursor.start(self.corpus))
-
-    def _batches(self, start_row: int) -> Generator[Any, None, None]:
-        """One step's batch after the other, on its devices."""
-        training = self.run.config.training
-        spec = batch_spec(self.run.step_config)
-        rows = self.run.rows_per_step
-        steps = training.gradient_accumulation_steps
-        shard = self.run.host_shard
-        with closing(
-            self.corpus.train(
-                rows, shard.index, shard.count, start_row, microbatches=steps
-            )
-        ) as batches:
-            for batch in self._timed(batches):
-                folded = {
-                    name: array.reshape(steps, -1, array.shape[-1])
-                    for name, array in batch.items()
-                }
-                yield shard.to_global(folded, spec, dim=1)
-
-    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the time that the loop waits for each is a metric."""
-        while True:
-            begin = time.perf_counter()
-            batch = next(batches, None)
-            self._metrics.add_data_wait(time.perf_counter() - begin)
-            if batch is None:
-                return
-            yield batch
 
     def _drain(self, progress: Progress) -> None:
         while self._in_flight:
@@ -319,25 +302,21 @@ class Trainer:
     def _validate(self, step: int, state: TrainState) -> bool:
         """Evaluate and show the loss; False where the run stops meanwhile."""
         self._on_phase("evaluation", step)
-        losses = validation_losses(self.run, self.corpus, state, self._should_continue)
-        if losses is None:
+        means = self._source.validate(step, state, self._should_continue)
+        if means is None:
             return False
-        if not losses and self.run.config.training.eval_only:
+        if not means and self.run.config.training.eval_only:
             raise EmptyDataError(
                 "there is nothing to evaluate",
                 got="no token of the validation data has a loss",
                 fix="use a larger data.validation_fraction, or other data",
             )
         with self._interrupts.deferred():
-            if losses:
+            if means:
                 weights = {s.name: s.weight for s in self.corpus.sources}
-                mean = float(
-                    np.average([*losses.values()], weights=[weights[n] for n in losses])
-                )
-                each = losses if len(weights) > 1 else {}
-                numbers = {f"val_loss/{name}": loss for name, loss in each.items()}
-                self._writer.write(step, {"val_loss": mean} | numbers)
-                self._console.show_validation(step, mean, each)
+                numbers = weighted_means(means, weights)
+                self._writer.write(step, numbers)
+                self._console.show_validation(step, numbers)
             self._validated = step
         self._metrics.restart_clock()  # validation is not part of any step's time
         return True

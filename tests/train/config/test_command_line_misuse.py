@@ -173,7 +173,8 @@ def test_an_optimizer_takes_its_own_settings_only():
             "data=wikipedia",
             "[T502] there is no data 'wikipedia'\n"
             "  got: data=wikipedia\n"
-            "  fix: Known: 'mixture', 'stdlib', 'synthetic', 'text'\n"
+            "  fix: Known: 'mixture', 'preferences', 'prompts', 'stdlib', "
+            "'synthetic', 'text'\n"
             "  fix: for your own write data=./<file or folder>, or "
             "data=<organization>/wikipedia of the Hub\n",
         ),

@@ -12,6 +12,7 @@ from tessera.errors import (
 from tessera.train.checkpoints.metadata import write_metadata
 from tessera.train.config.command_line import compose
 from tessera.train.config.config_schema import settings_of_text
+from tessera.train.config.named_model import own_data
 from tessera.train.loop.main import configs_dir
 from tests.train.checkpoints.test_metadata import METADATA
 from tests.train.files import hub_server
@@ -173,6 +174,16 @@ def test_settings_that_a_path_does_not_use_are_refused(hub, words, message):
     hub.repos["datasets/a/b"].push({})
     with pytest.raises(SettingConflictError, match=message):
         composed(*words)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [("preference", "preferences"), ("grpo", "prompts"), ("lora", "text")],
+)
+def test_a_path_is_of_the_data_that_the_recipe_reads(recipe, kind):
+    choices = {"data": "./pairs", "recipe": recipe}
+    assert own_data(choices, []) == "./pairs"
+    assert choices["data"] == kind
 
 
 def test_a_path_of_data_is_of_no_model(hub):

@@ -113,10 +113,12 @@ def test_a_table_is_aligned_and_the_file_alone_has_its_details(
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_validation_is_one_line(terminal):
-    seen, _ = run(lambda c: c.show_validation(100, 2.25), terminal=terminal)
+    seen, _ = run(
+        lambda c: c.show_validation(100, {"val_loss": 2.25}), terminal=terminal
+    )
     assert seen == "validation after step 100: loss 2.2500\n"
-    each = {"web": 2.5, "books": 1.5}
-    seen, _ = run(lambda c: c.show_validation(100, 2.25, each), terminal=terminal)
+    each = {"val_loss": 2.25, "val_loss/web": 2.5, "val_loss/books": 1.5}
+    seen, _ = run(lambda c: c.show_validation(100, each), terminal=terminal)
     assert seen == (
         "validation after step 100: loss 2.2500 (web 2.5000, books 1.5000)\n"
     )
@@ -148,7 +150,7 @@ def test_log_records_of_the_package_are_shown_and_kept(tmp_path, terminal):
 
 def test_lines_have_a_rank_when_there_are_several_processes(tmp_path):
     seen, logged = run(
-        lambda c: c.show_validation(1, 2.0),
+        lambda c: c.show_validation(1, {"val_loss": 2.0}),
         terminal=False,
         tmp_path=tmp_path,
         num_processes=2,
@@ -162,7 +164,7 @@ def test_other_processes_show_their_warnings_only(clock, terminal):
     def show(console):
         console.show_table("run", ROWS)
         train(clock)(console)
-        console.show_validation(1, 2.0)
+        console.show_validation(1, {"val_loss": 2.0})
         console.show_sample("a", "b")
         logging.getLogger("tessera").info("ready")
         logging.getLogger("tessera").warning("slow")

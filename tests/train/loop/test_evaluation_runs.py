@@ -14,7 +14,7 @@ from tessera.train.checkpoints.choose_checkpoint import choose
 from tessera.train.commands.export import main as export
 from tessera.train.data import DataConfig, load
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.evaluation import validation_losses
+from tessera.train.loop.evaluation import validation_means
 from tessera.train.loop.main import main
 from tessera.train.loop.run_summary import dry_run_text, run_rows
 from tessera.train.loop.train_state import init_state
@@ -127,8 +127,8 @@ def validation_loss(mesh, micro_batch_size, sequences=7, **changed):
     model = dataclasses.replace(settings.model, mesh_shape=mesh)
     run = run_of(dataclasses.replace(settings, model=model, training=training))
     state = init_state(run.model, optax.identity(), jax.random.key(0), run.mesh)
-    losses = validation_losses(run, run.load_data(), state, lambda: True)
-    return losses["synthetic"]
+    means = validation_means(run, run.load_data(), state, lambda: True)
+    return means["synthetic"]["loss"]
 
 
 ONE = ((1,), ("fsdp",))

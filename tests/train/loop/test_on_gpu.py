@@ -17,7 +17,7 @@ import pytest
 import tessera as ts
 from tessera.train.loop import train as train_command
 from tessera.train.models import DecoderModel
-from tessera.train.models.generation import generate
+from tessera.train.rollouts import generate
 from tests.on_gpu import only_on_gpu
 from tests.small_model import SMALL
 from tests.train.config.command_lines import run_from_command_line

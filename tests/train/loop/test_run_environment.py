@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of XLA for the compilations of one run."""
+"""What a run prepares: options of XLA for its compilations, and its deadlines."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import pytest
@@ -11,7 +11,9 @@ from tessera.graph.lower.lower_to_jit import options_of
 from tessera.jax_compat.workarounds import correct_options
 from tessera.tracing import scope
 from tessera.train.config.command_line import compose
+from tessera.train.config.run_config import RuntimeConfig
 from tessera.train.loop import run_environment
+from tessera.train.loop.folder_lock import FolderLock
 from tessera.train.loop.main import configs_dir
 
 
@@ -41,3 +43,16 @@ def test_a_profiled_run_on_gpus_launches_each_kernel_by_itself(monkeypatch):
         assert options == (("xla_gpu_enable_command_buffer", ""),)
     finally:
         scope.set_plan(plan)
+
+
+def test_every_deadline_of_the_settings_is_watched(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        run_environment, "joined", lambda *_, **more: given.update(more)
+    )
+    overrides = "runtime.rollout_deadline=7", "training.dry_run=true"
+    run_environment.join(compose(overrides, configs_dir()), FolderLock())
+    names = (field.name for field in fields(RuntimeConfig))
+    watched = {f"{phase}_deadline" for phase in given["deadlines"]}
+    assert watched == {name for name in names if name.endswith("_deadline")}
+    assert given["deadlines"]["rollout"] == 7

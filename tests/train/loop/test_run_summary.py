@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from tessera.analysis.collective import Collective
+from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.errors import BadRecordError, DataNotFoundError
 from tessera.mesh import Mesh
@@ -20,11 +21,13 @@ from tessera.targets.target import Target
 from tessera.train.checkpoints.choose_checkpoint import Choice
 from tessera.train.config.command_line import Composed
 from tessera.train.config.optimizer_config import AdamWConfig, OptimizerConfig
+from tessera.train.config.post_training_config import GrpoConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.corpus import load
 from tessera.train.data.data_config import DataConfig, SourceConfig, SyntheticConfig
 from tessera.train.loop import run_summary
 from tessera.train.loop.build_run import Run
+from tessera.train.loop.rollout_program import compiled_rollout
 from tessera.train.loop.run_summary import (
     dry_run,
     dry_run_text,
@@ -309,8 +312,8 @@ def dry(monkeypatch, capsys, path, *, target=None, sizes=(1,), **data):
     config = DataConfig(name="text", path=str(path), **data)
     model = replace(run.config.model, config=replace(CONFIG, vocab_size=264))
     run = Run(replace(run.config, data=config, model=model), run.mesh)
-    monkeypatch.setattr(run_summary, "run_rows", lambda run: [("mesh", "m")])
-    monkeypatch.setattr(run_summary, "dry_run_text", lambda run: "text")
+    monkeypatch.setattr(run_summary, "run_rows", lambda run, rollout: [("mesh", "m")])
+    monkeypatch.setattr(run_summary, "dry_run_text", lambda run, rollout: "text")
     dry_run(run, (), {})
     return capsys.readouterr().out
 
@@ -332,3 +335,71 @@ def test_a_dry_run_for_a_target_may_have_its_data_there(tmp_path, monkeypatch, c
     assert "the data is not read: " in seen
     with pytest.raises(DataNotFoundError):
         dry(monkeypatch, capsys, gone)
+
+
+# --- programs beside the step
+
+
+def tuned(objective: str, **grpo: Any) -> Run:
+    run = run_of((2, 2), ("fsdp", "tp"), Target.parse("cpu:4"), objective=objective)
+    settings = replace(run.config, grpo=GrpoConfig(max_completion=8, **grpo))
+    return Run(settings, run.mesh)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        pytest.param(tuned("preference"), ["reference"], id="preference"),
+        pytest.param(tuned("policy"), [], id="policy"),
+        pytest.param(tuned("policy", passes=2), ["policy"], id="passes"),
+        pytest.param(
+            tuned("policy", passes=2, kl_coefficient=0.1),
+            ["reference", "policy"],
+            id="both",
+        ),
+    ],
+)
+def test_a_dry_run_shows_the_scores_beside_the_step(run, names):
+    rows, text = dict(run_rows(run)), dry_run_text(run)
+    assert [name for name in rows if name.endswith(" scores")] == [
+        f"{name} scores" for name in names
+    ]
+    assert text.count(" scores, memory per device") == len(names)
+    assert text.count("predicted step on cpu:4: ") == 1 + len(names)
+    for name in names:
+        assert "per device; sent per step: fsdp: " in rows[f"{name} scores"]
+        assert "; tp: " in rows[f"{name} scores"]
+
+
+def test_memory_of_scores_has_the_rest_of_the_state(monkeypatch):
+    """The moments of the optimizer and the copy are there, whoever reads them."""
+    run = tuned("preference")
+    assert run.reference == "copy"
+    compiled = SimpleNamespace(
+        memory=SimpleNamespace(peak=1 << 20),
+        collectives=SimpleNamespace(by_axis=dict, unplanned=()),
+    )
+    monkeypatch.setattr(Run, "compiled_scores", {"reference": compiled})
+    ((_, text),) = run_summary._rows_of_others(run, None, "step")
+    state = run.abstract_state
+    whole = inspect(state).local_nbytes - inspect(state.params).local_nbytes
+    assert text.startswith(f"{format_bytes((1 << 20) + whole)} per device")
+
+
+@pytest.mark.full
+def test_a_dry_run_of_a_policy_shows_its_sampler():
+    """The weights are gathered once for the tokens of a dispatch."""
+    run = tuned("policy", slots=4)
+    rollout = compiled_rollout(run)
+    assert rollout is not None
+    rows, text = dict(run_rows(run, rollout)), dry_run_text(run, rollout)
+    assert "; tp: " in rows["rollout"]
+    assert " per device; sent per dispatch of one token: fsdp: " in rows["rollout"]
+    assert "rollout, memory per device, compiled for cpu\n" in text
+    gathered = sum(
+        row.total_bytes for row in rollout.collectives.rows if row.kind == "all-gather"
+    )
+    whole = 4 * run.model.num_params / 2  # over tp, and norms on all
+    assert gathered == pytest.approx(whole, rel=0.1)
+    assert compiled_rollout(tuned("policy", server="http://localhost:1/v1")) is None

@@ -404,8 +404,8 @@ def test_validation_gives_summed_loss_and_counted_tokens():
     total, counted = 0.0, 0.0
     for index in range(MICROBATCHES):
         micro = {name: array[index] for name, array in BATCH.items()}
-        loss, tokens = evaluate(params, jax.device_put(micro, place))
-        total, counted = total + float(loss), counted + float(tokens)
+        sums, tokens = evaluate(params, jax.device_put(micro, place))
+        total, counted = total + float(sums["loss"]), counted + float(tokens)
     assert counted == COUNTED
     np.testing.assert_allclose(
         total / counted, plain_loss_and_gradients()[0], rtol=1e-6

@@ -26,7 +26,7 @@ from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
 from tessera.train.loop.train_state import init_state
 from tessera.train.loop.trained_model import mesh_of, open_trained
-from tessera.train.models import generate
+from tessera.train.rollouts import generate
 from tests.train.data import chat_folders
 from tests.train.models.published_folders import GEMMA3, gemma3_tensors, write_folder
 

@@ -41,6 +41,7 @@ KNOWN = {
     ("train/planner/auto_layout.py", "subprocess.run"): "python_command",
     ("train/config/sweep.py", "subprocess.Popen"): "module_command",
     ("train/data/worker_process.py", "subprocess.Popen"): "module_command",
+    ("train/rewards/reward_functions.py", "asyncio"): "awaits a function",
 }
 
 

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TrajectoryWriter``: what a policy writes after prompts, and whoever answers it."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from tessera.analysis.memory import format_bytes
+from tessera.errors import SettingConflictError
+from tessera.foundations.tree import Tree
+from tessera.mesh import Mesh
+from tessera.train.data.chat_prompts import ChatPrompts
+from tessera.train.data.chat_template import Conversation
+from tessera.train.data.prompts import Prompt, PromptCorpus, stop_tokens
+from tessera.train.loop.build_run import Run
+from tessera.train.rollouts.completions import Completion
+from tessera.train.rollouts.environments import Environments, load_environment
+from tessera.train.rollouts.openai_server import OpenAIServer, seeds_of
+from tessera.train.rollouts.resharding import moved_bytes
+from tessera.train.rollouts.sampler import Sampler
+from tessera.train.rollouts.trajectories import Trajectory, run_turns
+
+# Tokens of rows whose cache has small blocks.
+_SHORT: Final = 256
+
+
+class TrajectoryWriter:
+    """Samples by the run's own sampler, or by a server; with or without an environment.
+
+    Args:
+      run: The run.
+      corpus: Its prompts.
+      columns: What environments are made from.
+
+    Raises:
+      SettingValueError: [T502] there is no such environment.
+      SettingConflictError: [T507] it has no messages to answer.
+      ServerError: [T721] there is no such server.
+      TokenizerError: [T605] an environment needs a chat template.
+    """
+
+    def __init__(self, run: Run, corpus: PromptCorpus, columns: Sequence[str]) -> None:
+        self._run, self._settings = run, run.config.grpo
+        tokenizer, name = corpus.tokenizer, run.config.data.tokenizer_name
+        self._stops = tuple(stop_tokens(tokenizer, name, corpus.take(0, 1)))
+        self._environment, self._server = None, None
+        self.notes = list[str]()
+        """Lines for the log of the run."""
+        if (environment := self._settings.environment) is not None:
+            self._environment = load_environment(environment, columns)
+            self._chat = ChatPrompts(tokenizer, name)
+            _messages_of(corpus.take(0, 1)[0])
+        if (mesh := self._sampling_mesh) is not run.mesh:
+            moved = moved_bytes(run.model, run.mesh, mesh)
+            self.notes.append(
+                f"a rollout moves {format_bytes(moved.total)} of weights to "
+                f"{mesh.topology}, at most {format_bytes(moved.most)} to one device"
+            )
+        if (url := self._settings.server) is not None:
+            self._server = OpenAIServer(url, self._settings.server_model)
+
+    def write(
+        self,
+        params: Tree,
+        prompts: Sequence[Prompt],
+        keys: jax.Array,
+        should_continue: Callable[[], bool] = lambda: True,
+    ) -> list[Trajectory]:
+        """What follows each prompt.
+
+        Args:
+          params: Of the policy.
+          prompts: One for each completion.
+          keys: A random key for each.
+          should_continue: Asked now and then.
+
+        Raises:
+          RolloutStopped: ``should_continue`` said no.
+        """
+        complete = partial(self._complete, params, should_continue)
+        ids = [prompt.ids.tolist() for prompt in prompts]
+        if self._environment is not None:
+            makers = [
+                partial(self._environment, **prompt.columns) for prompt in prompts
+            ]
+            return run_turns(
+                complete,
+                ids,
+                [_messages_of(prompt) for prompt in prompts],
+                Environments(makers),
+                keys,
+                self._chat,
+                max_turns=self._settings.max_turns,
+                max_tokens=self._settings.max_completion,
+            )
+        return [
+            Trajectory(
+                *(one.tokens, one.log_probs, np.ones(len(one.tokens), bool), one.ended),
+                reward=None,
+                messages=[],
+            )
+            for one in complete(ids, keys)
+        ]
+
+    def _complete(
+        self,
+        params: Tree,
+        should_continue: Callable[[], bool],
+        prompts: list[list[int]],
+        keys: jax.Array,
+    ) -> list[Completion]:
+        if self._server is None:
+            return self._sampler.complete(
+                params, prompts, keys, should_continue=should_continue
+            )
+        return self._server.complete(
+            prompts,
+            seeds_of(keys),
+            num_tokens=self._settings.max_completion,
+            temperature=self._settings.temperature,
+            stop_tokens=self._stops,
+        )
+
+    @cached_property
+    def _sampler(self) -> Sampler:
+        settings, training = self._settings, self._run.config.training
+        is_fixed = training.numerics == "deterministic"
+        # Of several turns, the later ones follow the earlier.
+        more = 0 if self._environment is None else settings.max_completion
+        length = training.sequence_length + 1 + more
+        rows = self._run.rows_per_step * settings.steps_per_rollout
+        return Sampler(
+            self._run.model,
+            self._sampling_mesh,
+            num_tokens=settings.max_completion,
+            max_length=length,
+            slots=min(settings.slots, rows),
+            block=32 if length > _SHORT else 8,
+            dispatch_tokens=min(32, settings.max_completion),
+            temperature=settings.temperature,
+            stop_tokens=self._stops,
+            parts=training.reduction_parts if is_fixed else None,
+        )
+
+    @property
+    def _sampling_mesh(self) -> Mesh:
+        """The mesh of the run, or another over its devices."""
+        shape, mesh = self._settings.mesh_shape, self._run.mesh
+        if shape is None:
+            return mesh
+        sizes, axes = shape
+        devices = mesh.jax.devices.reshape(sizes)
+        return Mesh.of(jax.sharding.Mesh(devices, tuple(axes)))
+
+
+def _messages_of(prompt: Prompt) -> Conversation:
+    """The messages that an environment goes on with."""
+    if (conversation := prompt.conversation) is None:
+        raise SettingConflictError(
+            "an environment answers messages",
+            got=f"grpo.environment, and a prompt of text: {prompt.content!r:.60}",
+            fix='write prompts as messages: [{"role": "user", "content": "…"}]',
+        )
+    return conversation
+
+
+def answer_of(prompt: Prompt, after: Trajectory, tokenizer: Any) -> Any:
+    """What follows a prompt as reward functions see it: a text, or messages."""
+    if after.messages:
+        return after.messages
+    text = tokenizer.decode(after.tokens)
+    if isinstance(prompt.content, str):
+        return text
+    return [{"role": "assistant", "content": text}]
