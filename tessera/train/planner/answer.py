@@ -9,6 +9,7 @@ from typing import Any, Final
 from tessera.analysis.memory import format_bytes
 from tessera.analysis.tables import aligned, format_seconds
 from tessera.targets.target import Target
+from tessera.train.config.post_training_config import NEXT_TOKEN, POLICY
 from tessera.train.config.recipes import RANDOM_WEIGHTS, tunes_nothing
 from tessera.train.planner.layout import Layout, without
 from tessera.train.planner.search import Candidate, SearchResult
@@ -113,6 +114,7 @@ class Answer:
         shown = self.ranked[:rows]
         cells = [self._cells(rank + 1, each) for rank, each in enumerate(shown)]
         yield aligned(_COLUMNS, cells, right=(*_COLUMNS[2:11],))
+        yield from self._phases()
         yield ""
         yield self.uncertainty
         yield ""
@@ -128,6 +130,19 @@ class Answer:
         )
         for (code, what), count in found.rejected.most_common():
             yield f"not legal: {count:,} times [{code}] {what}"
+
+    def _phases(self) -> Iterator[str]:
+        """What of the time of the best layout each phase takes."""
+        found, objective = self.best.prediction, self.space.config.training.objective
+        if objective == NEXT_TOKEN:
+            return
+        others = sum(found.phases.values())
+        phases = {"step": found.seconds - others, **found.phases}
+        shares = (f"{n} {100 * of / found.seconds:.0f} %" for n, of in phases.items())
+        yield f"rank 1: {', '.join(shares)} of the time"
+        if objective == POLICY:
+            lacks = "rewards" if "decoding" in phases else "rollouts and rewards"
+            yield f"with the longest prompts and completions, and no time of {lacks}"
 
     def _cells(self, rank: int, candidate: Candidate) -> list[str]:
         found, capacity = candidate.prediction, self.target.machine.memory_bytes

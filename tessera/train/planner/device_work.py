@@ -113,7 +113,7 @@ class DeviceWork:
             size *= self._padding
         return size / math.prod(self._sizes[a] for a in axes if a not in without)
 
-    def compute(self, sequences: int, policy: str) -> PassSeconds:
+    def compute(self, sequences: float, policy: str) -> PassSeconds:
         """Seconds of one microbatch.
 
         Args:
@@ -140,7 +140,7 @@ class DeviceWork:
             layers_forward=forward,
             layers_backward=backward,
             ends_forward=ends[0] + between_ends,
-            ends_backward=ends[1] + 2 * between_ends,
+            ends_backward=ends[1] + self.work.ends_again * ends[0] + 2 * between_ends,
         )
 
     def _products(self, share: float, in_layers: bool) -> tuple[float, float]:
@@ -272,7 +272,7 @@ class DeviceWork:
         """Shards of the residual stream over ``tp``, by sequence parallelism."""
         return self.place.size("sequence") // self.place.size("context")
 
-    def kept_bytes(self, sequences: int, policy: str) -> float:
+    def kept_bytes(self, sequences: float, policy: str) -> float:
         """What one device keeps of a microbatch for its backward pass.
 
         Args:

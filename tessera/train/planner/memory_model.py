@@ -44,6 +44,8 @@ class MemoryEstimate:
       working: What is computed at that moment: logits, or one layer.
       tables: The embedding where it is gathered, and its gradient.
       on_host: Of the optimizer's state, what is in the memory of the host instead.
+      reference: The parameters of the reference model, where it is a copy.
+      rollout: What a rollout takes beside the state, while no step does.
     """
 
     parameters: float
@@ -53,17 +55,19 @@ class MemoryEstimate:
     working: float
     tables: float
     on_host: float = 0.0
+    reference: float = 0.0
+    rollout: float = 0.0
 
     @property
     def state(self) -> float:
         """Parameters and optimizer state, which are there between steps, too."""
-        return self.parameters + self.optimizer
+        return self.parameters + self.optimizer + self.reference
 
     @property
     def total(self) -> float:
         """Of all parts."""
         work = self.kept + self.gradients + self.working + self.tables
-        return self.state + work
+        return self.state + max(work, self.rollout)
 
 
 def is_safe(nbytes: float, machine: Machine) -> bool:

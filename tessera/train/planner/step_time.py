@@ -7,7 +7,7 @@ operations and steps. Each is the work of ``DeviceWork`` and ``StepCollectives``
 rates of the target, whose file has the source of every figure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.memory_model import MemoryEstimate, memory_of
+from tessera.train.planner.phases import Phases
 from tessera.train.planner.search_space import REMAT
 from tessera.train.planner.workload import Workload, workload
 
@@ -42,6 +43,7 @@ class Prediction:
       overhead: Seconds of launching operations and steps.
       memory_bytes: The most memory of one device at any time.
       flops: Model FLOPs of the step, all devices together, without recomputation.
+      phases: Seconds of what a run computes beside the step, by name; see ``Phases``.
     """
 
     compute: float
@@ -50,11 +52,13 @@ class Prediction:
     overhead: float
     memory_bytes: int
     flops: float
+    phases: dict[str, float]
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
-        return self.compute + self.exposed + self.bubble + self.overhead
+        """Of one step, with what is computed beside it."""
+        step = self.compute + self.exposed + self.bubble + self.overhead
+        return step + sum(self.phases.values())
 
 
 class StepModel:
@@ -115,7 +119,15 @@ class StepModel:
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """The memory of one device, by what takes it."""
-        return memory_of(self.device_work(layout)[0], layout)
+        phases = self.phases(layout)
+        found = memory_of(phases.device, layout)
+        copy = found.parameters if phases.has_copy else 0.0
+        return replace(found, reference=copy, rollout=phases.rollout_bytes())
+
+    def phases(self, layout: Layout) -> Phases:
+        """What a run computes beside its steps."""
+        device, model = self.device_work(layout)
+        return Phases(self.config, StepCollectives(device, layout), model)
 
     def spans(self, mesh: tuple[tuple[str, int], ...]) -> frozenset[Any]:
         """How each axis of a mesh lies on the links."""
@@ -180,6 +192,7 @@ class _Prediction:
             overhead=machine.overhead["step"] + self._allocation() + moved,
             memory_bytes=round(memory.total),
             flops=self.model.work.flops * layout.global_batch_size,
+            phases=self.model.phases(layout).seconds(self._seconds),
         )
 
     def _allocation(self) -> float:

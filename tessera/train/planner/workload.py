@@ -19,6 +19,7 @@ from tessera.targets.target import Target
 from tessera.tracing import scope
 from tessera.tracing.scope import Scope
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.post_training_config import NEXT_TOKEN
 from tessera.train.config.run_config import Config
 from tessera.train.loop.optimizers import make_optimizer
 from tessera.train.models.model import Model
@@ -98,6 +99,8 @@ class Workload:
       inner_backward: Factor of these two in the backward pass.
       reduced_bytes: What norms and other reductions read in the forward pass.
       other_flops: Operations beside matmuls in the forward pass.
+      ends_again: How often the backward pass computes the logits again: chunks keep
+        none where log-probabilities, and not their sum, are asked for.
       recomputed: By policy of rematerialization.
     """
 
@@ -113,6 +116,7 @@ class Workload:
     inner_backward: float
     reduced_bytes: float
     other_flops: float
+    ends_again: int
     recomputed: Mapping[str, Recomputed] = field(hash=False)
 
     @property
@@ -157,7 +161,8 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
     in_layers = sum(p.flops for p in forward.products if p.path in layered)
     gradients = sum(p.size * p.itemsize for p in layered.values() if p.is_trained)
     # Under ``none`` also parameters that were cast, which devices store in parts.
-    precision = config.training.precision
+    precision, chunk = config.training.precision, config.training.loss_chunk
+    objective = config.training.objective
     width = jnp.dtype(precision.computation).itemsize
     multiplied = {layered[p.path] for p in forward.products if p.path in layered}
     casts = 0, sum(width * p.size for p in multiplied if width < _TRACED)
@@ -193,6 +198,7 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
         inner_backward=inner / forward.inner_flops if forward.inner_flops else 0.0,
         reduced_bytes=forward.reduced_bytes,
         other_flops=forward.other_flops,
+        ends_again=int(objective != NEXT_TOKEN and chunk != "none"),
         recomputed=recomputed,
     )
 
