@@ -8,7 +8,7 @@ One JSON object a line, with ``time`` (seconds since 1970), ``attempt`` (from 0)
 | event | further fields |
 | --- | --- |
 | start | process_start, resumed_step, mesh, num_devices, device_kind, versions, … |
-| phase | phase, seconds; of steps also first_step, last_step, data_seconds |
+| phase | phase, seconds; of steps and their parts first_step, last_step, data_seconds |
 | program | run: what was set, rows: what was compiled; both as pairs of texts |
 | ranks | step, seconds: own work of a step, by rank; waiting_seconds |
 | sample | step, prompt, text |

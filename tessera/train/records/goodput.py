@@ -2,7 +2,8 @@
 """Goodput: the share of a run's wall time that went into steps that counted.
 
 The rest is counted by its cause, over all attempts, from the beginning of the first
-process. A step that a later attempt repeats did not count. The term is Google's ML
+process. A step that a later attempt repeats did not count. The rollout that a step
+learns from, and its rewards, are parts of the step. The term is Google's ML
 Productivity Goodput (https://cloud.google.com/blog, 2024).
 """
 
@@ -34,6 +35,9 @@ CAUSES: Final = (
 )
 """What the time of a run went into; ``step`` alone is goodput."""
 
+STEP_PARTS: Final = ("rollout", "reward", "step")
+"""Phases whose time counts as ``step``."""
+
 
 @dataclass
 class Goodput:
@@ -41,13 +45,17 @@ class Goodput:
 
     Attributes:
       seconds: By cause, all of ``CAUSES``.
+      parts: By phase, all of ``STEP_PARTS``; together the seconds of ``step``.
     """
 
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(CAUSES, 0.0)
     )
-    # First step, last step and seconds of steps that may still be repeated.
-    _steps: list[tuple[int, int, float]] = field(default_factory=list)
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0)
+    )
+    # Phase, first step, last step and seconds of what may still be repeated.
+    _steps: list[tuple[str, int, int, float]] = field(default_factory=list)
     _ended_at: float | None = None
 
     @property
@@ -80,38 +88,46 @@ class Goodput:
         begin = _number(event.get("time"))
         if begin is not None:
             self._ended_at = begin + seconds
-        if event.get("phase") != "step":
-            self.seconds[_CAUSE_OF.get(str(event.get("phase")), "other")] += seconds
+        phase = str(event.get("phase"))
+        if phase not in STEP_PARTS:
+            self.seconds[_CAUSE_OF.get(phase, "other")] += seconds
             return
         data = min(max(_number(event.get("data_seconds")) or 0.0, 0.0), seconds)
         self.seconds["data"] += data
         self.seconds["step"] += seconds - data
+        self.parts[phase] += seconds - data
         first, last = event.get("first_step"), event.get("last_step")
         if isinstance(first, int) and isinstance(last, int) and first <= last:
-            self._steps.append((first, last, seconds - data))
+            self._steps.append((phase, first, last, seconds - data))
 
     def _repeat_after(self, step: int) -> None:
         """Count the steps after this one as repeated: others take their place."""
-        kept: list[tuple[int, int, float]] = []
-        for first, last, seconds in self._steps:
+        kept: list[tuple[str, int, int, float]] = []
+        for phase, first, last, seconds in self._steps:
             lost = (last - max(step, first - 1)) / (last - first + 1)
             lost = min(max(lost, 0.0), 1.0) * seconds
-            self.seconds["step"] -= lost
-            self.seconds["repeated_steps"] += lost
+            self._move(phase, lost, "repeated_steps")
             if first <= step:
-                kept.append((first, min(last, step), seconds - lost))
+                kept.append((phase, first, min(last, step), seconds - lost))
         self._steps = kept
 
     def _wait(self, seconds: float) -> None:
         """Count time of the last steps as waiting for a slow rank."""
         for index in reversed(range(len(self._steps))):
-            first, last, of_steps = self._steps[index]
+            phase, first, last, of_steps = self._steps[index]
+            if phase != "step":
+                continue
             waited = min(max(seconds, 0.0), of_steps)
-            self._steps[index] = first, last, of_steps - waited
-            self.seconds["step"] -= waited
-            self.seconds["waiting_for_ranks"] += waited
+            self._steps[index] = phase, first, last, of_steps - waited
+            self._move(phase, waited, "waiting_for_ranks")
             if (seconds := seconds - waited) <= 0:
                 return
+
+    def _move(self, phase: str, seconds: float, cause: str) -> None:
+        """Count time of a part of a step as lost."""
+        self.parts[phase] -= seconds
+        self.seconds["step"] -= seconds
+        self.seconds[cause] += seconds
 
 
 def goodput_of(events: Iterable[Event]) -> Goodput:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from tessera.train.records.goodput import STEP_PARTS
 from tessera.train.runtime.process_age import process_age
 
 # A part of a phase of steps takes a hundredth of the attempt, within these seconds.
@@ -85,10 +86,11 @@ class PhaseClock:
         """Record the current phase; the next one begins now."""
         seconds, self._since = now - self._since, now
         fields: dict[str, Any] = {"phase": self._phase, "seconds": round(seconds, 6)}
-        if self._phase == "step":
+        if self._phase in STEP_PARTS:
             first, last = self._steps
-            data, self._data = min(self._data, seconds), 0.0
             fields |= {"first_step": first, "last_step": last}
+        if self._phase == "step":
+            data, self._data = min(self._data, seconds), 0.0
             fields |= {"data_seconds": round(data, 6)}
         begin = time.time() - (time.monotonic() - now) - seconds
         self._record("phase", at=round(begin, 6), **fields)

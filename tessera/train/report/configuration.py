@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled step, samples of text, the settings of runs, and where they ran."""
+"""The compiled step, the settings of runs, and where they ran."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,11 +13,9 @@ from tessera.train.report.markup import (
     join,
     paragraph,
     table,
-    text,
 )
 from tessera.train.report.run_files import RunFiles
 
-_MOST_SAMPLES: Final = 20
 _MISSING: Final = "(none)"
 
 
@@ -35,24 +33,6 @@ def _of_step(run: RunFiles) -> dict[str, str]:
     if peaks := run.series.get("peak_memory_bytes"):
         figures["measured peak of memory"] = f"{max(peaks.values()) / 2**30:.4g} GiB"
     return figures
-
-
-def samples(runs: Sequence[RunFiles]) -> Html:
-    """What the models continued their prompts with."""
-    parts: list[Html] = []
-    for run in runs:
-        found = run.of_kind("sample")
-        if len(found) > _MOST_SAMPLES:
-            parts.append(paragraph(f"{run.name}: the last {_MOST_SAMPLES} samples."))
-        for event in found[-_MOST_SAMPLES:]:
-            prompt, words = event.get("prompt", ""), event.get("text", "")
-            parts.append(
-                Html(
-                    f"<h3>{text(run.name)}, step {text(event.get('step', '?'))}</h3>"
-                    f'<pre tabindex="0"><b>{text(prompt)}</b>{text(words)}</pre>'
-                )
-            )
-    return join(parts or [paragraph("No text was sampled.")])
 
 
 def settings(runs: Sequence[RunFiles]) -> Html:

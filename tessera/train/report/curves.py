@@ -1,28 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections of curves over steps: what was learned, and how fast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Final
 
 from tessera.train.report.charts import line_chart
 from tessera.train.report.markup import Html, join, paragraph
 from tessera.train.report.run_files import RunFiles, Series
 
+# Title, unit, and the metrics of a chart, which may be of validation as well; a name
+# that ends with a slash stands for all that begin with it.
+_REWARDS: Final = (
+    ("Reward", "reward", "reward"),
+    ("Reward by function", "reward", "reward/"),
+    ("Standard deviation of the rewards", "reward", "reward_std"),
+    ("Missing rewards", "share of completions", "reward_missing"),
+    ("Groups without variance", "share of groups", "groups_without_variance"),
+    ("Cut completions", "share of completions", "truncated_fraction"),
+    ("Length of completions", "tokens", "completion_length"),
+    ("KL to the reference", "nats per token", "kl"),
+    ("Clipped", "share of tokens", "clip_low_fraction", "clip_high_fraction"),
+    ("Largest ratio", "new over old probability", "ratio_max"),
+    ("Entropy", "nats per token", "entropy"),
+    ("Mismatch of sampler and trainer", "nats per token", "sampler_mismatch"),
+    ("Rewards of answers", "reward", "chosen_reward", "rejected_reward"),
+    ("Reward margin", "reward", "reward_margin"),
+    ("Accuracy", "share of pairs", "accuracy"),
+)
+_ROLLOUTS: Final = (
+    ("Rollouts", "tokens per second", "rollout_tokens_per_second"),
+    ("Time of rollouts", "seconds", "rollout_seconds", "reward_seconds"),
+)
+
+
+def rewards(runs: Sequence[RunFiles]) -> Html:
+    """What runs with preferences or rewards measured; nothing for others."""
+    return join(_charts(runs, _REWARDS))
+
+
+def _charts(runs: Sequence[RunFiles], charts: Sequence[tuple[str, ...]]) -> list[Html]:
+    """The charts of which there are curves."""
+    return [
+        line_chart(title, unit, curves)
+        for title, unit, *metrics in charts
+        if (curves := _named(runs, *metrics, *(f"val_{name}" for name in metrics)))
+    ]
+
 
 def learning(runs: Sequence[RunFiles]) -> Html:
     """Loss, validation loss, learning rate and gradient norms."""
+    # The losses of pairs and of policies are of no such unit.
+    objectives = [run.settings.get("training.objective") for run in runs]
+    plain = all(objective in (None, "next_token") for objective in objectives)
+    unit = "nats per token" if plain else "loss"
     charts = (
-        ("Loss", "nats per token", "loss", False),
-        ("Validation loss", "nats per token", "val_loss", False),
-        ("Learning rate", "learning rate", "learning_rate", False),
-        ("Gradient norm", "norm", "grad_norm", True),
+        ("Loss", unit, "loss"),
+        ("Validation loss", unit, "val_loss"),
+        ("Learning rate", "learning rate", "learning_rate"),
+        ("Gradient norm", "norm", "grad_norm"),
     )
-    parts = [
-        _chart_or_sentence(runs, title, unit, name, log=log)
-        for title, unit, name, log in charts
-    ]
-    sources = _named(runs, lambda name: name.startswith("val_loss/"))
-    if sources:
-        parts.append(line_chart("Validation loss by source", "nats per token", sources))
+    parts = [_chart_or_sentence(runs, *chart) for chart in charts]
+    if sources := _named(runs, "val_loss/"):
+        parts.append(line_chart("Validation loss by source", unit, sources))
     return join(parts)
 
 
@@ -43,7 +82,7 @@ def speed(runs: Sequence[RunFiles]) -> Html:
         parts.append(line_chart("Part of the step time: data", "seconds", waits))
     else:
         parts.append(paragraph("No time of a step went into waiting for data."))
-    return join(parts)
+    return join(parts + _charts(runs, _ROLLOUTS))
 
 
 def _seconds_waited(run: RunFiles) -> Series:
@@ -54,28 +93,28 @@ def _seconds_waited(run: RunFiles) -> Series:
 
 
 def _chart_or_sentence(
-    runs: Sequence[RunFiles], title: str, unit: str, name: str, *, log: bool = False
+    runs: Sequence[RunFiles], title: str, unit: str, name: str
 ) -> Html:
-    curves = _named(runs, lambda found: found == name)
+    curves = _named(runs, name)
     if not curves:
         return paragraph(f"{title}: no step recorded it.")
     # The zeros of skipped steps have no logarithm.
-    log = log and all(v > 0 for curve in curves.values() for v in curve.values())
+    positive = all(v > 0 for curve in curves.values() for v in curve.values())
+    log = name == "grad_norm" and positive
     return line_chart(title, unit, curves, log=log)
 
 
-def _named(
-    runs: Sequence[RunFiles], is_wanted: Callable[[str], bool]
-) -> dict[str, Series]:
+def _named(runs: Sequence[RunFiles], *metrics: str) -> dict[str, Series]:
     """The metrics that are wanted, by run, or by run and name where there are more."""
     found = {
         (run.name, name): series
         for run in runs
         for name, series in run.series.items()
-        if is_wanted(name) and series
+        if series and "".join(name.partition("/")[:2]) in metrics
     }
-    several = len({name for _, name in found}) > 1
+    names = {name for _, name in found}
+    several = len(names) > 1 or any("/" in name for name in names)
     return {
-        f"{run}: {name.partition('/')[2]}" if several else run: series
+        f"{run}: {name.removeprefix('val_loss/')}" if several else run: series
         for (run, name), series in found.items()
     }

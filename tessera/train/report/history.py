@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tessera.train.records.events import Event
-from tessera.train.records.goodput import CAUSES, goodput_of
+from tessera.train.records.goodput import CAUSES, STEP_PARTS, goodput_of
 from tessera.train.report.charts import number, utc
 from tessera.train.report.markup import Html, join, paragraph, table
 from tessera.train.report.run_files import RunFiles
@@ -35,13 +35,15 @@ def goodput(runs: Sequence[RunFiles]) -> Html:
     rows: list[tuple[object, ...]] = [
         ("all", *(f"{number(each.total_seconds)} s" for each in known.values()))
     ]
-    for cause in CAUSES:
-        if any(each.seconds[cause] for each in known.values()):
+    times = [{**each.parts, **each.seconds} for each in known.values()]
+    totals = [each.total_seconds for each in known.values()]
+    for name in dict.fromkeys(("step", *STEP_PARTS, *CAUSES)):
+        if any(each[name] for each in times):
             shares = (
-                f"{number(each.seconds[cause])} s, {each.shares[cause]:.1%}"
-                for each in known.values()
+                f"{number(each[name])} s, {each[name] / total:.1%}"
+                for each, total in zip(times, totals, strict=True)
             )
-            rows.append((cause, *shares))
+            rows.append((name if name in CAUSES else f"{name}, of step", *shares))
     caption = "Wall time by cause: step is what went into steps that counted"
     return table(caption, ("cause", *known), rows)
 

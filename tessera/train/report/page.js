@@ -70,9 +70,41 @@ charts.forEach((chart, index) => {
 });
 dark.addEventListener("change", () => charts.forEach((c, i) => draw(c, i, dark.matches)));
 addEventListener("beforeprint", () => {
-  document.querySelectorAll("details").forEach((each) => { each.open = true; });
+  document.querySelectorAll("details:not(.sample)").forEach((each) => { each.open = true; });
   charts.forEach((chart, index) => draw(chart, index, false));
 });
 addEventListener("afterprint", () => charts.forEach((c, i) => draw(c, i, dark.matches)));
+
+// Completions: by their texts and rewards. A reward that is missing is NaN, which is in
+// no range and last in every order.
+document.querySelectorAll(".browser").forEach((browser) => {
+  const [words, from, to, order] = browser.querySelectorAll("input, select");
+  const list = browser.querySelector(".scroll"), samples = [...list.children];
+  const textOf = (one) => [...one.querySelectorAll("pre")].map((p) => p.textContent).join("\n");
+  const texts = new Map(samples.map((one) => [one, textOf(one).toLowerCase()]));
+  const show = () => {
+    const wanted = words.value.toLowerCase();
+    for (const one of samples) {
+      const reward = Number(one.dataset.reward);
+      one.hidden = !texts.get(one).includes(wanted)
+        || (from.value !== "" && !(reward >= from.valueAsNumber))
+        || (to.value !== "" && !(reward <= to.valueAsNumber));
+    }
+    const found = samples.filter((one) => !one.hidden).length;
+    browser.querySelector("output").textContent = `${found} of ${samples.length}`;
+  };
+  const sort = () => {
+    const name = order.value.replace("-", ""), sign = order.value === name ? 1 : -1;
+    const place = (one) => {
+      const value = Number(one.dataset[name]);
+      return Number.isNaN(value) ? Infinity : sign * value;
+    };
+    list.append(...[...samples].sort((a, b) => place(a) - place(b) || 0));
+  };
+  [words, from, to].forEach((each) => each.addEventListener("input", show));
+  order.addEventListener("change", sort);
+  browser.querySelector(".filter").hidden = false;
+  show();
+});
 
 document.documentElement.dataset.drawn = charts.length;

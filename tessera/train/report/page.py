@@ -15,7 +15,7 @@ from string import Template
 from typing import Final, TypeAlias
 
 from tessera.errors import OutputPathError
-from tessera.train.report import configuration, curves, history, summary
+from tessera.train.report import configuration, curves, history, samples, summary
 from tessera.train.report.markup import Html, join, paragraph, text
 from tessera.train.report.run_files import RunFiles, read_run
 
@@ -23,12 +23,13 @@ _log: Final = logging.getLogger("tessera")
 _Section: TypeAlias = Callable[[Sequence[RunFiles]], Html]
 _SECTIONS: Final[Mapping[str, _Section]] = {
     "Summary": summary.summary,
+    "Rewards": curves.rewards,
     "Loss and gradients": curves.learning,
     "Throughput and step time": curves.speed,
     "Compiled step": configuration.compiled_step,
     "Goodput": history.goodput,
     "Starts, stops and warnings": history.events,
-    "Samples": configuration.samples,
+    "Samples": samples.samples,
     "Configuration": configuration.settings,
     "Environment": configuration.environment,
 }
@@ -76,15 +77,17 @@ def report_page(runs: Sequence[RunFiles]) -> Html:
         Path(__file__).with_suffix(kind).read_text(encoding="utf-8")
         for kind in (".html", ".css", ".js")
     )
+    made = {title: _section(title, make, runs) for title, make in _SECTIONS.items()}
     page = Template(template).substitute(
         title=text(f"Report of {', '.join(run.name for run in runs)}"),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         nonce=secrets.token_urlsafe(16),
         links=join(
             Html(f'<li><a href="#{_key(title)}">{title}</a></li>')
-            for title in _SECTIONS
+            for title, section in made.items()
+            if section
         ),
-        sections=join(_section(title, make, runs) for title, make in _SECTIONS.items()),
+        sections=join(made.values()),
         style=style,
         script=script,
         plotly=get_plotlyjs(),
@@ -102,6 +105,7 @@ def _short(folder: Path) -> str:
 def _section(title: str, make: _Section, runs: Sequence[RunFiles]) -> Html:
     """A section, or a sentence where a file holds values of other types than ours.
 
+    A section is left out where it makes nothing of the runs.
     Such a file may be of another version, or changed by hand: the other sections show.
     """
     try:
@@ -113,6 +117,8 @@ def _section(title: str, make: _Section, runs: Sequence[RunFiles]) -> Html:
             f"This section cannot be shown, as a file is not as expected: {reason}",
             "warning",
         )
+    if not body:
+        return body
     key = _key(title)
     return Html(
         f'<section id="{key}" aria-labelledby="{key}-title">'

@@ -15,6 +15,7 @@ from tessera.errors import OutputPathError
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.files.regular_files import check_regular, read_regular
 from tessera.train.records.events import Event, read_events
+from tessera.train.report.samples_file import Samples, read_samples
 
 Series: TypeAlias = Mapping[int, float]
 """Values of a metric by step, in the order of steps."""
@@ -34,6 +35,7 @@ class RunFiles:
       events: What happened, over all attempts.
       settings: The values of ``config.yaml``, by dotted path.
       problems: What could not be read.
+      samples: Completions and their rewards.
     """
 
     name: str
@@ -41,6 +43,7 @@ class RunFiles:
     events: tuple[Event, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    samples: Samples = field(default_factory=Samples)
 
     def of_kind(self, kind: str) -> list[Event]:
         """The events of one kind, in order."""
@@ -81,6 +84,7 @@ def read_run(path: Path, name: str | None = None) -> RunFiles:
         series=_read_metrics(path / "metrics.jsonl", problems),
         events=_events(path / "events.jsonl", problems),
         settings=dict(_walk(_read_settings(path / "config.yaml", problems))),
+        samples=_samples(path / "samples.jsonl", problems),
         problems=tuple(problems),
     )
 
@@ -124,6 +128,14 @@ def _lines(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             while line := file.readline(_LONGEST_LINE):
                 yield line
+
+
+def _samples(path: Path, problems: list[str]) -> Samples:
+    try:
+        return read_samples(path, problems)
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror or error}")
+        return Samples()
 
 
 def _read_settings(path: Path, problems: list[str]) -> Mapping[str, Any]:

@@ -11,6 +11,8 @@ from tessera.train.report.markup import Html, columns_table, join, paragraph
 from tessera.train.report.run_files import RunFiles, Series
 
 _LONGEST_MESSAGE = 500
+# What runs with rewards or preferences have, and others do not show.
+_REWARDS = ("reward", "val_reward", "reward_margin", "accuracy", "val_accuracy")
 
 
 def summary(runs: Sequence[RunFiles]) -> Html:
@@ -35,6 +37,8 @@ def verdict(run: RunFiles) -> str:
     if loss := run.series.get("loss"):
         step, value = [*loss.items()][-1]
         words.append(f"Loss {number(value)} at step {step:,}.")
+    if reward := run.series.get("reward"):
+        words.append(f"Reward {_last(reward)} at step {max(reward):,}.")
     validation = run.series.get("val_loss", {})
     if finite := {s: v for s, v in validation.items() if isfinite(v)}:
         best = min(finite, key=finite.__getitem__)
@@ -95,6 +99,7 @@ def _numbers(run: RunFiles) -> dict[str, str]:
         "steps": f"{max(series.get('loss', {}), default=0):,}",
         "loss": _last(series.get("loss", {})),
         "validation loss": _last(series.get("val_loss", {})),
+        **{name: _last(series[name]) for name in _REWARDS if name in series},
         "tokens/s, median": _median(series.get("tokens_per_second", {})),
         "seconds/step, median": _median(series.get("step_seconds", {})),
         "MFU, median": _median(series.get("mfu", {})),

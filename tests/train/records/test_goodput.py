@@ -50,6 +50,45 @@ def test_each_phase_has_its_cause():
     }
 
 
+def rollout(step, at, seconds, name="rollout"):
+    return phase(name, at, seconds, first_step=step, last_step=step)
+
+
+def test_rollouts_and_rewards_are_parts_of_the_steps_that_learn_from_them():
+    goodput = goodput_of(
+        [
+            start(0.0),
+            rollout(1, 0.0, 6.0),
+            rollout(1, 6.0, 2.0, "reward"),
+            steps(1, 2, 8.0, 3.0, data=1.0),
+        ]
+    )
+    assert goodput.parts == {"rollout": 6.0, "reward": 2.0, "step": 2.0}
+    assert goodput.seconds["step"] == 10.0
+    assert goodput.shares["step"] == pytest.approx(10 / 11)
+
+
+def test_a_rollout_is_repeated_with_the_steps_that_learn_from_it():
+    events = [
+        *(start(0.0), rollout(1, 0.0, 5.0), steps(1, 2, 5.0, 2.0)),
+        *(rollout(3, 7.0, 6.0), rollout(3, 13.0, 1.0, "reward"), start(14.0, 2)),
+    ]
+    goodput = goodput_of(events)
+    assert goodput.parts == {"rollout": 5.0, "reward": 0.0, "step": 2.0}
+    assert seconds_of(*events) == {"step": 7.0, "repeated_steps": 7.0}
+
+
+def test_a_rollout_that_some_steps_have_learned_from_is_not_repeated():
+    events = [start(0.0), rollout(1, 0.0, 5.0), steps(1, 4, 5.0, 4.0), start(9.0, 2)]
+    assert seconds_of(*events) == {"step": 7.0, "repeated_steps": 2.0}
+
+
+def test_waiting_for_a_slow_rank_takes_no_time_from_rollouts():
+    ranks = {"event": "ranks", "waiting_seconds": 9.0}
+    events = [start(0.0), steps(1, 1, 0.0, 3.0), rollout(2, 3.0, 5.0), ranks]
+    assert seconds_of(*events) == {"step": 5.0, "waiting_for_ranks": 3.0}
+
+
 def test_steps_after_the_checkpoint_of_the_next_attempt_did_not_count():
     found = seconds_of(
         start(0.0), steps(1, 10, 0.0, 10.0), start(15.0, 4), steps(5, 10, 15.0, 6.0)
@@ -102,6 +141,7 @@ def test_a_clock_that_was_set_back_takes_no_time_away():
     [
         {"event": "phase"},
         {"event": "phase", "phase": "step", "seconds": "3", "time": None},
+        {"event": "phase", "phase": ["rollout"], "seconds": "3"},
         {"event": "phase", "phase": "save", "seconds": -1.0},
         {"event": "phase", "phase": "step", "first_step": 3, "last_step": 1},
         {"event": "start", "process_start": "yesterday"},
@@ -124,9 +164,10 @@ EVENTS = st.one_of(
     ),
     st.builds(
         phase,
-        st.sampled_from(["compile", "save", "evaluation"]),
+        st.sampled_from(["compile", "save", "evaluation", "rollout", "reward"]),
         *(st.floats(0, 100), st.floats(0, 10)),
     ),
+    st.builds(rollout, NUMBERS, st.floats(0, 100), st.floats(0, 10)),
     st.builds(lambda s: {"event": "ranks", "waiting_seconds": s}, st.floats(0, 10)),
 )
 
@@ -138,3 +179,7 @@ def test_every_second_has_one_cause(events):
     gaps = goodput.seconds["restart"]
     assert goodput.total_seconds == pytest.approx(phases + gaps, abs=1e-6)
     assert all(goodput.seconds[cause] >= -1e-9 for cause in CAUSES)
+    assert all(seconds >= -1e-9 for seconds in goodput.parts.values())
+    assert sum(goodput.parts.values()) == pytest.approx(
+        goodput.seconds["step"], abs=1e-6
+    )

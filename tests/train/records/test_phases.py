@@ -77,6 +77,21 @@ def test_steps_that_do_not_follow_each_other_are_phases_of_their_own(clock):
     assert parts == [(1, 3), (2, 3)]
 
 
+def test_a_rollout_is_recorded_with_the_step_that_it_is_for(clock):
+    set_time, phase_clock, recorded, record = clock
+    phase_clock.attach(record)
+    for name in ("rollout", "reward", "save"):
+        phase_clock.enter(name, 5)
+        set_time.pass_by(2.0)
+    phase_clock.finish()
+    of_step = {"seconds": 2.0, "first_step": 5, "last_step": 5}
+    assert recorded[1:] == [
+        {"at": 1000.0, "phase": "rollout", **of_step},
+        {"at": 1002.0, "phase": "reward", **of_step},
+        {"at": 1004.0, "phase": "save", "seconds": 2.0},
+    ]
+
+
 def test_setting_the_clock_changes_no_length(clock):
     set_time, phase_clock, recorded, record = clock
     phase_clock.attach(record)

@@ -57,6 +57,29 @@ def metrics(steps: int) -> list[dict[str, Any]]:
     return lines
 
 
+def reward_metrics(steps: int) -> list[dict[str, Any]]:
+    """A reward that rises, with a rollout for every second step."""
+    lines = metrics(steps)[:steps]
+    for line in lines:
+        step = line["step"]
+        line |= {"kl": 0.01 * step, "entropy": 1.0, "sampler_mismatch": 0.001}
+        line |= {"clip_low_fraction": 0.1, "clip_high_fraction": 0.2, "ratio_max": 1.5}
+        if step % 2:
+            line |= {"reward": step / steps, "reward_std": 0.3, "reward_missing": 0.0}
+            line |= {"reward/correct": step / steps, "reward/format": "NaN"}
+            line |= {"completion_length": 30.5, "truncated_fraction": 0.1}
+            line |= {"groups_without_variance": 0.25, "rollout_seconds": 2.0}
+            line |= {"reward_seconds": 0.5, "rollout_tokens_per_second": 900.0}
+    return [*lines, {"step": steps, "val_reward": 0.75}]
+
+
+def completion(step: int, text: Any = "It is 4.", **more: Any) -> dict[str, Any]:
+    """A line of ``samples.jsonl``."""
+    line = {"step": step, "prompt": "What is 2 + 2?", "completion": text}
+    line |= {"reward": 0.5, "rewards": {"correct": 1.0, "format": None}}
+    return line | {"advantage": -0.25, "tokens": 37, "ended": True} | more
+
+
 def start(attempt: int = 0, resumed: int | None = None, at: float = 1e9) -> dict:
     return {
         "time": at,
@@ -117,12 +140,14 @@ def make_run(
     lines: list[dict[str, Any]] | None = None,
     happened: list[dict[str, Any]] | None = None,
     settings: str = SETTINGS,
+    samples: list[dict[str, Any]] | None = None,
 ) -> Path:
     """The folder of a run that has everything that a report shows."""
     folder.mkdir(parents=True)
     for name, values in (
         ("metrics.jsonl", metrics(200) if lines is None else lines),
         ("events.jsonl", events() if happened is None else happened),
+        ("samples.jsonl", samples or []),
     ):
         text = "".join(json.dumps(value) + "\n" for value in values)
         (folder / name).write_text(text)
@@ -134,7 +159,7 @@ def make_hostile_run(folder: Path) -> Path:
     """A run of which every text is a piece of HTML that would run."""
     return make_run(
         folder / HOSTILE,
-        lines=[{**metrics(1)[0], f"val_loss/{HOSTILE}": 1.0}],
+        lines=[{**metrics(1)[0], f"val_loss/{HOSTILE}": 1.0, f"reward/{HOSTILE}": 1.0}],
         happened=[
             {**start(), "host": HOSTILE, "device_kind": HOSTILE}
             | {"versions": {HOSTILE: HOSTILE}, "mesh": {HOSTILE: 2, "tp": 1}},
@@ -146,4 +171,25 @@ def make_hostile_run(folder: Path) -> Path:
             {"time": 1e9, "event": "failure", "message": HOSTILE},
         ],
         settings=json.dumps({HOSTILE: HOSTILE, "training": {"steps": HOSTILE}}),
+        samples=[
+            completion(1, HOSTILE, prompt=HOSTILE, rewards={HOSTILE: 1.0}),
+            completion(2, [{"role": HOSTILE, "content": HOSTILE, HOSTILE: HOSTILE}]),
+        ],
+    )
+
+
+def make_reward_run(folder: Path) -> Path:
+    """A run that learned from rewards, with four completions of each rollout."""
+    rollout = phase("rollout", 1e9 + 170, 40.0, first_step=1, last_step=1)
+    scored = phase("reward", 1e9 + 210, 10.0, first_step=1, last_step=1)
+    return make_run(
+        folder,
+        lines=reward_metrics(20),
+        happened=[*events(), rollout, scored],
+        settings=SETTINGS.replace("training:", "training:\n  objective: policy"),
+        samples=[
+            completion(step, f"It is {step + i}.", reward=(step + i) / 30)
+            for step in range(1, 20, 2)
+            for i in range(4)
+        ],
     )

@@ -19,7 +19,14 @@ from tests.train.report.browser_page import (
     POINTS,
     chromium,
 )
-from tests.train.report.run_folders import SETTINGS, make_hostile_run, make_run, metrics
+from tests.train.report.run_folders import (
+    SETTINGS,
+    completion,
+    make_hostile_run,
+    make_reward_run,
+    make_run,
+    metrics,
+)
 
 playwright = pytest.importorskip("playwright.sync_api", reason="make test-report")
 WIDTHS = (360, 800, 1400)
@@ -45,6 +52,7 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     runs = {
         "one": [make_run(folder / "runs" / "one")],
         "long": [make_run(folder / "runs" / "long", lines=metrics(100_000))],
+        "rewards": [make_reward_run(folder / "runs" / "rewards")],
     }
     # Beside another one, so that charts have legends.
     runs["hostile"] = [make_hostile_run(folder / "runs"), *runs["one"]]
@@ -82,7 +90,7 @@ class Opened:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["one", "two", "hostile"])
+@pytest.mark.parametrize("name", ["one", "two", "hostile", "rewards"])
 def test_a_report_fits_can_be_read_and_complains_of_nothing(
     browser, reports, name, width, scheme
 ):
@@ -96,7 +104,7 @@ def test_a_report_fits_can_be_read_and_complains_of_nothing(
         assert opened.seen == []
 
 
-@pytest.mark.parametrize("name", ["one", "two", "long"])
+@pytest.mark.parametrize("name", ["one", "two", "long", "rewards"])
 def test_tables_hold_their_words_on_a_phone(browser, reports, name):
     with Opened(
         browser, reports[name], viewport={"width": 360, "height": 800}
@@ -134,6 +142,62 @@ def test_a_chart_is_reached_and_zoomed_by_keys(browser, reports):
         page.wait_for_function(f"({limits})()[0] === {before[0]}")
         outline = "getComputedStyle(document.activeElement).outlineStyle"
         assert page.evaluate(outline) == "solid"
+
+
+def shown(page: Any, name: str) -> list[str]:
+    """What the completions that are shown have as data, in their order."""
+    one = page.locator(".sample:not([hidden])")
+    return one.evaluate_all(f"(all) => all.map((each) => each.dataset.{name})")
+
+
+def test_completions_are_found_by_text_and_reward_and_sorted(browser, reports):
+    with Opened(browser, reports["rewards"]) as opened:
+        page = opened.page
+        assert page.text_content("output") == "40 of 40"
+        page.get_by_label("Text").fill("IS 7.")
+        assert (page.text_content("output"), shown(page, "step")) == (
+            *("2 of 40", ["5", "7"]),
+        )
+        page.get_by_label("Text").fill("")
+        page.get_by_label("Reward from").fill("0.5")
+        page.get_by_label("to", exact=True).fill("0.52")
+        assert shown(page, "reward") == ["0.5", "0.5"]
+        page.get_by_label("to", exact=True).fill("")
+        page.get_by_label("Order").select_option("-step")
+        assert shown(page, "step")[::4] == ["19", "17", "15", "13"]
+        page.get_by_label("Order").select_option("-reward")
+        rewards = [*map(float, shown(page, "reward"))]
+        assert rewards == sorted(rewards, reverse=True)
+        page.locator(".sample summary").first.click()
+        assert page.locator(".sample pre").last.is_hidden()
+        assert page.locator(".sample pre").first.is_visible()
+        assert opened.seen == []
+
+
+def test_completions_without_a_reward_are_in_no_range_and_last(
+    browser, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("missing")
+    rewards = ("NaN", 0.25, None, "Infinity", -1.0)
+    lines = [completion(1, reward=reward) for reward in rewards]
+    run = make_run(folder / "a", samples=lines)
+    write_report([run], folder / "a.html")
+    with Opened(browser, folder / "a.html") as opened:
+        page = opened.page
+        page.get_by_label("Order").select_option("-reward")
+        assert shown(page, "reward") == ["0.25", "-1.0", "nan", "None", "inf"]
+        page.get_by_label("Reward from").fill("-5")
+        assert shown(page, "reward") == ["0.25", "-1.0"]
+
+
+def test_without_scripts_all_completions_can_be_opened(browser, reports):
+    page = browser.new_page(java_script_enabled=False)
+    page.goto(reports["rewards"].as_uri())
+    assert page.locator("details.sample").count() == 40
+    assert not page.locator(".filter").is_visible()
+    page.locator(".sample summary").nth(2).click()
+    assert page.locator(".sample pre").nth(5).inner_text() == "It is 3."
+    page.close()
 
 
 def test_a_zoom_outlives_a_reload(browser, reports):

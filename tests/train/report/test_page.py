@@ -12,9 +12,15 @@ from tessera.errors import OutputPathError
 from tessera.train.report import page
 from tessera.train.report.page import report_page, write_report
 from tessera.train.report.run_files import RunFiles, read_run
-from tests.train.report.run_folders import make_hostile_run, make_run
+from tests.train.report.run_folders import (
+    make_hostile_run,
+    make_reward_run,
+    make_run,
+)
 
 TITLES = [*page._SECTIONS]
+# Of runs without rewards.
+OTHERS = [title for title in TITLES if title != "Rewards"]
 
 
 class Elements(HTMLParser):
@@ -45,6 +51,12 @@ def whole(tmp_path_factory) -> str:
     return report_page([read_run(make_run(tmp_path_factory.mktemp("runs") / "a"))])
 
 
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    return report_page([read_run(make_reward_run(folder), "a")])
+
+
 def section(text: str, title: str) -> str:
     return re.split(r"</section>", text.split(f">{title}</h2>")[1])[0]
 
@@ -59,7 +71,12 @@ def test_the_headings_are_in_order(whole):
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(b <= a + 1 for a, b in pairwise(levels))
-    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', whole) == TITLES
+    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', whole) == OTHERS
+
+
+def test_runs_with_rewards_have_a_section_more(rewarded):
+    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', rewarded) == TITLES
+    assert "cannot be shown" not in rewarded
 
 
 def test_a_page_has_its_language_and_landmarks_and_links_to_its_sections(whole):
@@ -117,11 +134,55 @@ def test_a_section_says_what_its_files_hold(whole, title, sentence):
 
 def test_a_section_without_data_says_so_and_has_no_chart():
     text = report_page([RunFiles("empty", {"loss": {1: 2.0}})])
-    for title in TITLES[3:]:
+    for title in OTHERS[3:]:
         body = section(text, title)
         assert re.search(r"<p>[A-Z][^<]*\.</p>", body), title
         assert "<figure" not in body, title
     assert "cannot be shown" not in text
+
+
+@pytest.mark.parametrize(
+    ("title", "sentence"),
+    [
+        ("Summary", "Loss 2.241 at step 20. Reward 0.95 at step 19."),
+        ("Summary", '<th scope="row">val_<wbr>reward</th><td>0.75</td>'),
+        ("Rewards", ">a: reward: 0.05 at step 1, 0.95 at step 19. a: val_reward:"),
+        ("Rewards", "a: reward/format: nan at step 1"),
+        ("Rewards", "a: clip_low_fraction: 0.1 at step 1, 0.1 at step 20"),
+        ("Throughput and step time", "a: rollout_seconds: 2 at step 1, 2 at step 19"),
+        ("Goodput", "rollout, of step</th><td>40 s, 18.6%</td>"),
+        ("Goodput", "reward, of step</th><td>10 s, 4.7%</td>"),
+        ("Samples", "<p>40 of 40 completions that the run kept.</p>"),
+    ],
+)
+def test_a_section_says_what_was_rewarded(rewarded, title, sentence):
+    assert sentence in section(rewarded, title)
+
+
+def test_the_loss_of_rewards_or_pairs_is_in_no_unit(rewarded, whole):
+    titles = r'"yaxis":\{"title":\{"text":"(nats per token|loss)"'
+    assert set(re.findall(titles, section(rewarded, "Loss and gradients"))) == {"loss"}
+    found = set(re.findall(titles, section(whole, "Loss and gradients")))
+    assert found == {"nats per token"}
+
+
+def test_preferences_have_margins_and_accuracies_of_training_and_validation():
+    names = ("chosen_reward", "rejected_reward", "reward_margin", "accuracy")
+    series = {name: {1: 0.5} for name in (*names, "val_accuracy", "loss")}
+    body = section(report_page([RunFiles("a", series)]), "Rewards")
+    assert re.findall("<h3>([^<]*)</h3>", body) == [
+        "Rewards of answers",
+        "Reward margin",
+        "Accuracy",
+    ]
+    assert "<p>a: accuracy: 0.5 at step 1. a: val_accuracy: 0.5 at step 1.</p>" in body
+
+
+def test_a_single_reward_function_is_named():
+    series = {"reward": {1: 0.5}, "reward/correct": {1: 1.0}}
+    body = section(report_page([RunFiles("a", series)]), "Rewards")
+    assert "<p>a: 0.5 at step 1.</p>" in body
+    assert "<p>a: reward/correct: 1 at step 1.</p>" in body
 
 
 def test_differences_between_the_settings_of_runs_are_marked(tmp_path):
@@ -158,8 +219,8 @@ def hostile(tmp_path_factory) -> str:
     return report_page([read_run(make_hostile_run(tmp_path_factory.mktemp("runs")))])
 
 
-def test_a_hostile_run_adds_no_element(hostile, whole):
-    tags = {tag for tag, _ in Elements(whole).found}
+def test_a_hostile_run_adds_no_element(hostile, rewarded):
+    tags = {tag for tag, _ in Elements(rewarded).found}
     assert {tag for tag, _ in Elements(hostile).found} <= tags
     scripts = Elements(hostile).of("script")
     assert all(
@@ -198,7 +259,7 @@ def test_one_section_that_cannot_be_made_leaves_the_others(tmp_path, rows):
     run = read_run(make_run(tmp_path / "a", happened=[event]))
     text = report_page([run])
     assert text.count("cannot be shown") == 1
-    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', text) == TITLES
+    assert re.findall(r'<h2 id="[^"]*">([^<]*)</h2>', text) == OTHERS
 
 
 # Writing

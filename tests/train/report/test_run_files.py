@@ -74,9 +74,9 @@ def test_a_run_of_before_these_files_is_read(tmp_path):
 
 
 def test_a_pipe_does_not_block_the_report(tmp_path):
-    for name in ("metrics.jsonl", "events.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "events.jsonl", "config.yaml", "samples.jsonl"):
         os.mkfifo(tmp_path / name)
-    assert len(read_run(tmp_path).problems) == 3
+    assert len(read_run(tmp_path).problems) == 4
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
