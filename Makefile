@@ -31,9 +31,10 @@ PEAK ?= 989
 GPU_READY := $(VENV)/.$(CUDA)-ready-$(VERSION)
 TORCH_VENV := .venv-torch
 TORCH_READY := $(TORCH_VENV)/.ready
-# For test-hf, in an environment of its own, as PyTorch takes 1 GB.
+# For test-hf, in an environment of its own, as PyTorch takes 1 GB. Tests call methods
+# of TRL's trainers that are not public: hence one version of it.
 HF_VENV := .venv-hf
-HF_READY := $(HF_VENV)/.ready
+HF_READY := $(HF_VENV)/.trl-ready
 # For test-targets likewise: both compilers take 5 GB, and JAX loads its plugins.
 TARGETS_VENV := .venv-targets
 TARGETS_READY := $(TARGETS_VENV)/.$(CUDA)-ready-$(VERSION)
@@ -89,7 +90,7 @@ test-smoke: $(DEV_READY) ## Test what another JAX or Python breaks first: pytest
 test-all: $(DEV_READY) ## Run all tests: pytest $(ARGS)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers: pytest $(ARGS)
+test-hf: $(DEV_READY) $(HF_READY) ## Compare with Hugging Face Transformers and TRL: pytest $(ARGS)
 	$(HF_VENV)/bin/python -m tests.train.models.golden.make_golden --check
 	TESSERA_HF_PYTHON=$(abspath $(HF_VENV))/bin/python $(BIN)/python -m pytest $(or $(ARGS),tests/hf)
 
@@ -222,7 +223,7 @@ $(REPORT_READY): pyproject.toml $(CONSTRAINTS)
 $(HF_READY):
 	@$(PYTHON) -m venv --clear $(HF_VENV)
 	@$(HF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install torch \
-	  transformers peft safetensors 'lm_eval[hf]' \
+	  transformers peft safetensors 'lm_eval[hf]' 'trl==1.16.*' \
 	  --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
