@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds of a generated token, for outputs of several lengths.
+"""Tokens per second of completions, and what a token costs as rows become longer.
 
-One prompt is continued greedily. With ``--transformers`` another Python, which has
-PyTorch and Transformers, generates with a model of the same sizes, its cache, and as
-many threads; the two take turns. Times include the prefill, but no compilation.
+``tessera`` is ``Sampler``; ``transformers`` is ``generate`` of Hugging Face with its
+cache, in another Python with as many threads, and with the same weights. The two take
+turns. A model of four layers, 256 wide, continues 64 prompts of mixed lengths; one row
+is then continued to 2,048 tokens. Times include the prompts, but no compilation.
 
     python benchmarks/generation.py [--quick] [--transformers PYTHON] [--json PATH]
 """
 
-import dataclasses
 import json
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -21,26 +22,45 @@ import jax
 import numpy as np
 import report
 
-from tessera.train.models import DecoderModel, Sampler, config_of
+from tessera.train.models import DecoderConfig, DecoderModel, save_pretrained
+from tessera.train.rollouts import Sampler
 
 PEER = Path(__file__).parent / "peer_programs" / "generate_transformers.py"
-PROMPT = 32
+# A Llama of 5 million parameters.
+CONFIG = DecoderConfig(
+    vocab_size=8192,
+    d_model=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=1024,
+    global_every=1,
+    norm_unit_offset=False,
+    post_norms=False,
+    qk_norm=False,
+    activation="silu",
+    scale_embedding=False,
+)
+ROWS, LONGEST, TOKENS = 64, 256, 128
+LENGTHS = (128, 512, 1024, 2048)
 
 
 class Peer:
-    """A process that generates on demand: a number in, seconds out."""
+    """A process that generates on demand."""
 
-    def __init__(self, python: str, sizes: dict[str, Any]) -> None:
-        command = [python, str(PEER), json.dumps(sizes), str(PROMPT)]
+    def __init__(self, python: str, folder: str) -> None:
+        command = [python, str(PEER), folder, str(os.cpu_count())]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def generate(self, num_tokens: int) -> float:
-        """Seconds of an output of so many tokens."""
+    def seconds(self, prompts: list[list[int]], tokens: int, *, sample: bool) -> float:
+        """How long the completions of prompts take."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{num_tokens}\n")
+        request = {"prompts": prompts, "tokens": tokens, "sample": sample}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
 
@@ -52,45 +72,113 @@ class Peer:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--transformers", help="a Python with torch and transformers")
-    parser.add_argument("--model", default="gemma3_270m")
     options = parser.parse_args()
-    lengths = (32, 128) if options.quick else (32, 128, 512)
     rounds = 2 if options.quick else 5
-    config = config_of(options.model)
-    model = DecoderModel(config)
-    sampler = Sampler(model, model.init(jax.random.key(0)))
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, PROMPT))
+    model = DecoderModel(CONFIG)
+    params = model.init(jax.random.key(0))
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(8, LONGEST + 1, ROWS)
+    prompts = [draw.integers(1, CONFIG.vocab_size, n).tolist() for n in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        peer = None
+        if options.transformers:
+            save_pretrained(params, folder, model=model)
+            peer = Peer(options.transformers, folder)
+        title = f"{ROWS} prompts of 8 to {LONGEST} tokens, {TOKENS} more of each"
+        tables = {title: throughput(model, params, prompts, peer, rounds)}
+        row = [draw.integers(1, CONFIG.vocab_size, 16).tolist()]
+        long = LENGTHS[:2] if options.quick else LENGTHS
+        tables["one row of so many tokens"] = costs(model, params, row, peer, long)
+        if peer:
+            peer.close()
+    tables["bytes of keys and values"] = [cache_bytes(lengths)]
+    report.show_all(tables, options.json)
 
-    def ours(num_tokens: int) -> float:
-        start = time.perf_counter()
-        key = jax.random.key(0)
-        tokens = sampler.stream(prompt, num_tokens, key, temperature=0.0)
-        assert len(list(tokens)) == num_tokens
-        return time.perf_counter() - start
 
-    runs = {"tessera": ours}
-    peer = None
-    if options.transformers:
-        sizes = dataclasses.asdict(config) | {"threads": os.cpu_count()}
-        peer = Peer(options.transformers, sizes)
-        runs["transformers"] = peer.generate
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for turn in range(rounds + 1):
-        for length in lengths:
-            for name, run in runs.items():
-                taken = run(length)
-                if turn:  # the first compiles
-                    seconds.setdefault((name, length), []).append(taken)
-    if peer:
-        peer.close()
-    rows: list[report.Row] = []
-    for (name, length), taken in seconds.items():
-        own = seconds["tessera", length]
-        ratios = [each / other for each, other in zip(taken, own, strict=True)]
-        each = [1e3 * second / length for second in taken]
-        row = {"who": name, "tokens": length, "ms a token": _spread(each)}
-        rows.append(row | {"times tessera's": _spread(ratios)})
-    report.show(f"generation, {options.model}", rows, options.json)
+def timed(sampler: Sampler, params: Any, prompts: list[list[int]]) -> float:
+    """How long the completions of prompts take."""
+    start = time.perf_counter()
+    made = sampler.complete(params, prompts, jax.random.key(0))
+    assert all(len(each.tokens) == sampler.num_tokens for each in made)
+    return time.perf_counter() - start
+
+
+def throughput(
+    model: DecoderModel,
+    params: Any,
+    prompts: list[list[int]],
+    peer: Peer | None,
+    rounds: int,
+) -> list[report.Row]:
+    """Tokens per second of a batch, greedy and sampled."""
+    rows = list[report.Row]()
+    for sample in (False, True)[: 1 if rounds < 5 else 2]:
+        sampler = Sampler(
+            model,
+            num_tokens=TOKENS,
+            max_length=LONGEST + TOKENS,
+            slots=ROWS,
+            temperature=float(sample),
+            cache_tokens=sum(len(prompt) + TOKENS + 32 for prompt in prompts),
+        )
+        seconds: dict[str, list[float]] = {"tessera": [], "transformers": []}
+        for turn in range(rounds + 1):
+            taken = {"tessera": timed(sampler, params, prompts)}
+            if peer:
+                taken["transformers"] = peer.seconds(prompts, TOKENS, sample=sample)
+            for name, each in taken.items():
+                seconds[name] += [each] if turn else []  # the first compiles
+        for name, own in seconds.items():
+            if own:
+                rates = [ROWS * TOKENS / each for each in own]
+                pairs = zip(own, seconds["tessera"], strict=True)
+                row = {"who": name, "drawn": "sampled" if sample else "greedy"}
+                row["tokens/s"] = _spread(rates)
+                rows.append(
+                    row | {"times tessera's": _spread([a / b for a, b in pairs])}
+                )
+    return rows
+
+
+def costs(
+    model: DecoderModel,
+    params: Any,
+    row: list[list[int]],
+    peer: Peer | None,
+    lengths: tuple[int, ...],
+) -> list[report.Row]:
+    """Milliseconds of each token between two lengths."""
+    seconds: dict[str, list[float]] = {"tessera": [], "transformers": []}
+    for length in lengths:
+        count = length - len(row[0])
+        sampler = Sampler(
+            model, num_tokens=count, max_length=max(lengths), slots=1, temperature=0.0
+        )
+        timed(sampler, params, row)
+        seconds["tessera"].append(min(timed(sampler, params, row) for _ in range(3)))
+        if peer:
+            taken = [peer.seconds(row, count, sample=False) for _ in range(3)]
+            seconds["transformers"].append(min(taken))
+    rows = list[report.Row]()
+    for name, own in seconds.items():
+        before, start = 0.0, len(row[0])
+        for length, taken in zip(lengths, own, strict=False):
+            each = 1e3 * (taken - before) / (length - start)
+            cells = {"who": name, "tokens": f"{start} to {length}"}
+            rows.append(cells | {"ms a token": round(each, 3)})
+            before, start = taken, length
+    return rows
+
+
+def cache_bytes(lengths: np.ndarray) -> report.Row:
+    """Of all rows when they end, in blocks and as long as the longest."""
+    token = 2 * 4 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
+    blocks = 32 * int(np.ceil((lengths + TOKENS) / 32).sum())
+    return {
+        "in blocks": token * blocks,
+        "as long as the longest": token * ROWS * (LONGEST + TOKENS),
+        "tokens alone": token * int((lengths + TOKENS).sum()),
+    }
 
 
 def _spread(numbers: list[float]) -> str:

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from gpu_steps.rows import QUICK, emit, errors_kept
 
-from tessera.train.models import DecoderModel, Sampler, config_of
+from tessera.train.models import DecoderModel, config_of
+from tessera.train.rollouts import Sampler
 
 MODEL, PROMPT, COUNT = ("tiny", 8, 4) if QUICK else ("gemma3_270m", 128, 128)
 BATCHES = (1,) if QUICK else (1, 16)
@@ -25,14 +26,21 @@ def generation() -> None:
             by_transformers(dataclasses.asdict(config))
     model = DecoderModel(config)
     params = jax.tree.map(lambda x: x.astype("bfloat16"), model.init(jax.random.key(0)))
-    sampler = Sampler(model, params)
     for rows in BATCHES:
         draw = np.random.default_rng(0)
+        sampler = Sampler(
+            model,
+            num_tokens=COUNT,
+            max_length=PROMPT + COUNT,
+            slots=rows,
+            temperature=0.0,
+            cache_tokens=rows * (PROMPT + COUNT),
+        )
         prompt = draw.integers(0, config.vocab_size, (rows, PROMPT))
 
-        def run(prompt: Any = prompt) -> int:
-            key = jax.random.key(0)
-            return len(list(sampler.stream(prompt, COUNT, key, temperature=0.0)))
+        def run(sampler: Sampler = sampler, prompt: Any = prompt) -> int:
+            (first, *_) = sampler.complete(params, prompt, jax.random.key(0))
+            return len(first.tokens)
 
         timed("tessera", rows, run)
 

@@ -1,44 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates with Gemma 3 of Transformers: a number of tokens in, seconds out."""
+"""Generates with a folder's model in Transformers: a request in, seconds out.
+
+A request is a line of JSON: prompts, the tokens to add, and whether to sample.
+"""
 
 import json
 import sys
 import time
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
-    sizes, length = json.loads(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(sizes["threads"])
+    folder, threads = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["d_model"],
-        intermediate_size=sizes["mlp_dim"],
-        num_hidden_layers=sizes["num_layers"],
-        num_attention_heads=sizes["num_heads"],
-        num_key_value_heads=sizes["num_kv_heads"],
-        head_dim=sizes["head_dim"],
-        sliding_window=sizes["window"],
-        query_pre_attn_scalar=sizes["query_pre_attn_scalar"],
-        eos_token_id=None,
-    )
-    model = Gemma3ForCausalLM(config).eval()
-    prompt = torch.randint(0, sizes["vocab_size"], (1, length))
-    mask = torch.ones_like(prompt)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for line in sys.stdin:
+        request = json.loads(line)
+        prompts, count = request["prompts"], request["tokens"]
+        width = max(map(len, prompts))
+        pads = [width - len(prompt) for prompt in prompts]
+        rows = [[0] * pad + p for pad, p in zip(pads, prompts, strict=True)]
+        masks = [[0] * pad + [1] * (width - pad) for pad in pads]
         start = time.perf_counter()
         with torch.no_grad():
             out = model.generate(
-                prompt,
-                attention_mask=mask,
-                max_new_tokens=int(line),
-                do_sample=False,
+                torch.tensor(rows),
+                attention_mask=torch.tensor(masks),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=request["sample"],
                 use_cache=True,
+                pad_token_id=0,
             )
-        assert out.shape[1] == length + int(line)
+        assert out.shape[1] == width + count
         print(time.perf_counter() - start, flush=True)
 
 
