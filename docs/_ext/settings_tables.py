@@ -9,6 +9,7 @@ import yaml
 from tessera.foundations.config_files import configs_dir
 from tessera.train.config.help_text import group_settings
 from tessera.train.config.optimizer_config import OPTIMIZERS
+from tessera.train.config.post_training_config import GrpoConfig, PreferenceConfig
 from tessera.train.config.run_config import ModelConfig, RuntimeConfig, TrainingConfig
 from tessera.train.config.setting_fields import as_yaml, walk
 from tessera.train.data.data_config import DataConfig
@@ -18,6 +19,8 @@ GROUPS = {
     "training": TrainingConfig,
     "data": DataConfig,
     "runtime": RuntimeConfig,
+    "preference": PreferenceConfig,
+    "grpo": GrpoConfig,
 }
 
 

@@ -16,6 +16,9 @@ ENTRY = re.compile(r"((?:^\S.*\n)+)((?:^  .*\n)+)", re.MULTILINE)
 QUERIES = {
     "SFT": "guides/fine-tune-from-nothing.md",
     "LoRA": "guides/fine-tuning.md",
+    "DPO": "guides/preference-tuning.md",
+    "GRPO": "guides/reward-tuning.md",
+    "RLHF": "guides/reward-tuning.md",
     "Hugging Face": "guides/pretrained-weights.md",
     "OOM": "guides/memory.md",
     "out of memory": "guides/memory.md",
