@@ -3,7 +3,9 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
@@ -20,6 +22,7 @@ from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.data.corpus import Corpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
+from tessera.train.loop.rollout_batches import open_rollouts
 from tessera.train.loop.rollout_program import compiled_rollout
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.model import Model
@@ -262,6 +265,9 @@ def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> Non
         for line in notes:
             log.info("%s", line)
         corpus = _dry_data(run)
+        if corpus is not None:  # reward functions, too, can be called
+            with open_rollouts(run, corpus, _no_phase, Path()) or nullcontext():
+                pass
         warnings = run.warnings(Published.parse(published))
         for line in (*warnings, *(corpus.warnings() if corpus else ())):
             log.warning("%s", line)
@@ -269,6 +275,10 @@ def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> Non
         rollout = compiled_rollout(run)
         console.show_table("run", [*rows, *run_rows(run, rollout)])
         log.info("%s", dry_run_text(run, rollout))
+
+
+def _no_phase(phase: str, step: int) -> None:
+    """What a dry run does where phases begin."""
 
 
 def _dry_data(run: Run) -> Corpus | None:

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Timer
@@ -58,8 +59,11 @@ class RewardProcess:
     def close(self) -> None:
         """End the process, and do not start it again."""
         self._is_closed = True
-        _kill(self._worker)
-        self._worker = None
+        worker, self._worker = self._worker, None
+        _kill(worker)
+        if worker is not None:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(5)
 
     def _call(self, seconds: float, function: Any, *arguments: Any) -> Any:
         """What a function returns in the process, which any error ends.

@@ -211,8 +211,18 @@ def test_a_process_that_dies_between_two_calls_is_started_again():
     assert not found.is_missing.any()
     assert first not in found.total
     assert "ended its process (exit code -9): missing for 0 of 2" in found.notes[0]
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(found.total[0]), 0)
+    assert ends(int(found.total[0]))
+
+
+def ends(process: int) -> bool:
+    """Whether a process that was killed is gone within ten seconds."""
+    for _ in range(200):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 ORPHAN = f"""
@@ -270,7 +280,7 @@ def refusal(*names, weights=None, columns=("answer",)) -> str:
         ("builtins:print", "it does not take the completions"),
         ("exakt", "did you mean 'exact'?"),
         ("exact(column='solution')", "the records have no 'solution'"),
-        ("regex", "missing a required argument: 'pattern'"),
+        ("regex", "argument: 'pattern'"),
         ("regex(pattern='(')", "unterminated subpattern"),
         ("length(maximum=5)", "no 'completion_ids'"),
         ("length(maximum=5, cache=9, unit='characters')", "0 <= minimum <= maximum"),

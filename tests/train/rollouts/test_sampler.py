@@ -333,8 +333,8 @@ def test_a_local_layer_caches_its_window_alone() -> None:
     local, whole = (
         sampler._pools[sampler._decoding.windows.index(window)] for window in (3, None)
     )
-    # Half of 4 · 200 tokens; one row of 200 tokens, which fills all of its prompt.
-    assert (local, whole) == (1 + 50 + 10, 1 + 100)
+    # One row of 200 tokens, which fills all of its prompt; four of these, and a block.
+    assert (local, whole) == (1 + 50 + 10, 1 + 4 * 51)
     prompt = [*np.random.default_rng(0).integers(0, 12, 150)]
     made = sampler.complete(PARAMS, [prompt] * 3, KEY)
     row = np.array([[*prompt, *made[2].tokens]], np.int32)
