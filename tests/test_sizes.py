@@ -32,7 +32,7 @@ TRAINER = {
     "": 2,
     "checkpoints": 1_703,
     "commands": 799,
-    "config": 2_165,
+    "config": 2_170,
     "data": 3_727,
     "files": 244,
     "loop": 4_371,
@@ -42,7 +42,7 @@ TRAINER = {
     "records": 225,
     "report": 816,
     "rewards": 440,
-    "rollouts": 1_238,
+    "rollouts": 1_225,
     "runtime": 2_590,
     "trackers": 198,
 }

@@ -31,7 +31,8 @@ _LOSS = "data.loss_on"
 def tunes_nothing(config: Config) -> bool:
     """Whether a run fine-tunes, and begins with nothing that could be."""
     lora, training = getattr(config.model.config, "lora", None), config.training
-    is_tuning = config.recipe == "finetune" or bool(lora and lora.rank)
+    tuning = "finetune", "preference", "grpo"
+    is_tuning = config.recipe in tuning or bool(lora and lora.rank)
     return is_tuning and training.init_from is None and training.resume == "none"
 
 

@@ -139,6 +139,10 @@ UNREAD: Final = (
     Conflict("preference.loss!=simpo", "preference.margin"),
     Conflict("preference.loss=orpo|simpo", "preference.reference"),
     Conflict("grpo.kl_coefficient=0.0", "grpo.kl_estimator grpo.reference"),
+    Conflict(
+        "rewards=null",
+        "grpo.reward_weights grpo.reward_time_limit grpo.reward_processes",
+    ),
     Conflict("grpo.environment=null", "grpo.max_turns"),
     Conflict("grpo.server=null", "grpo.server_model"),
 )

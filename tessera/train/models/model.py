@@ -42,8 +42,7 @@ from tessera.train.models.pipeline_stages import StageSplit
 Batch: TypeAlias = Mapping[str, Num[Array, "..."]]
 # Sums over the tokens of a batch that a step reports, ``loss`` among them.
 Sums: TypeAlias = dict[str, Float[Array, ""]]
-# From a model, its parameters, the hidden state after the last block, the batch, the
-# layout of activations and the tokens of a chunk to the sums of a loss.
+# From what ``head_loss`` takes to the sums of a loss.
 HeadSums: TypeAlias = Callable[
     ["Model", Tree, Array, Batch, Placement, int | str], Sums
 ]
@@ -146,12 +145,7 @@ class Model(ABC):
     def block_sums(
         self, statistics: Tree, count: Float[Array, ""]
     ) -> tuple[Float[Array, ""] | float, Sums]:
-        """What is trained beside the loss, and what is reported, of the blocks.
-
-        Args:
-          statistics: As from ``run_blocks``.
-          count: The weight of the batch among those of a step.
-        """
+        """What is trained and reported of the blocks; ``count`` weighs the batch."""
         del statistics, count
         return 0.0, {}
 
@@ -409,10 +403,10 @@ class Model(ABC):
         params = self.plain(params)
         hidden = self.embed(params, batch, place)
         hidden, statistics = self.run_blocks(params, hidden, batch, place)
-        if head_sums is None:
-            sums = {"loss": self.head_loss(params, hidden, batch, place, chunk=chunk)}
-        else:
+        if head_sums is not None:
             sums = head_sums(self, params, hidden, batch, place, chunk)
+        else:
+            sums = {"loss": self.head_loss(params, hidden, batch, place, chunk=chunk)}
         count = num_targets(batch) if count is None else count
         extra, others = self.block_sums(statistics, count)
         return sums["loss"] + extra, {**sums, **others}
@@ -428,16 +422,9 @@ class Model(ABC):
         reduction: Reduction = "sum",
         temperature: float = 1.0,
     ) -> Float[Array, "*batch_seq"]:
-        """The cross-entropy of the logits after the last block, in nats; see ``loss``.
+        """The cross-entropy of the logits over ``temperature``, in nats; see ``loss``.
 
-        Args:
-          params: See ``embed``.
-          hidden: After the last block.
-          batch: See ``loss``.
-          place: See ``loss``.
-          chunk: See ``loss``.
-          reduction: ``sum``, or ``none`` for that of each target, f32 ``[B, S]``.
-          temperature: Divides the logits.
+        It is summed, or with ``reduction="none"`` of each target, f32 ``[B, S]``.
         """
         del chunk
         logits = self.head(params, hidden, batch, place)

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from tessera.errors import SettingValueError
-from tessera.train.rollouts.first_process import from_first_process
+from tessera.train.checkpoints.first_process import broadcast_from_first
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -102,8 +102,8 @@ class Environments:
 
     def step(self, talks: Sequence[tuple[int, Messages]]) -> list[Answer]:
         """The answers to conversations, each with the number of its completion."""
-        answers = from_first_process(lambda: self._step(talks))
-        return [Answer(*answer) for answer in answers]
+        found = broadcast_from_first(lambda: {"answers": self._step(talks)})
+        return [Answer(*answer) for answer in found["answers"]]
 
     def _step(self, talks: Sequence[tuple[int, Messages]]) -> list[Answer]:
         late = Answer([], None, True, f"took longer than {self._time_limit:g} s")

@@ -20,8 +20,8 @@ import numpy as np
 
 from tessera.errors import ServerError, did_you_mean
 from tessera.errors.untrusted_text import parse_json
+from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.rollouts.completions import Completion
-from tessera.train.rollouts.first_process import from_first_process
 
 
 class _AnyStatus(HTTPErrorProcessor):
@@ -135,10 +135,10 @@ class OpenAIServer:
             with ThreadPoolExecutor(self.concurrency, "openai") as threads:
                 return [*threads.map(work, bodies)]
 
-        rows = from_first_process(ask) if bodies else []
+        found = broadcast_from_first(lambda: {"rows": ask() if bodies else []})
         return [
             Completion(np.array(ids, np.int32), np.array(log_probs, np.float32), ended)
-            for ids, log_probs, ended in rows
+            for ids, log_probs, ended in found["rows"]
         ]
 
     def _ask(self, path: str, read: Callable[[Any], Any], body: Any = None) -> Any:

@@ -5,6 +5,7 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.train.config.post_training_config import ALGORITHMS, GrpoConfig
+from tessera.train.config.recipes import tunes_nothing
 from tessera.train.objectives import policy_losses
 from tests.train.config.command_lines import composed
 
@@ -21,6 +22,10 @@ def error_of(*words: str) -> TesseraError:
 
 def test_the_algorithms_are_those_that_there_are():
     assert set(ALGORITHMS) == set(policy_losses.ALGORITHMS)
+
+
+def test_a_recipe_for_given_weights_warns_of_random_ones():
+    assert all(tunes_nothing(composed(*words).config) for words in (PAIRS, REWARDED))
 
 
 def test_recipes_choose_the_objective():
@@ -56,6 +61,7 @@ def test_an_objective_has_data_and_rewards_of_its_own(words, fix):
         (*REWARDED, "preference.beta=0.5"),
         (*REWARDED, "grpo.kl_estimator=k1"),
         (*REWARDED, "training.eval_only=true"),
+        (*PROMPTS, "grpo.environment=my:Game", "grpo.reward_weights=[2.0]"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(words):

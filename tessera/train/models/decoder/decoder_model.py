@@ -39,8 +39,6 @@ from tessera.train.models.layer_scan import policies_of_stage, scan_layers
 from tessera.train.models.model import Batch, DimNames, Model, Sums
 from tessera.train.models.partition_rules import Method, Placement
 
-# Nested dicts; the leaves are arrays, shapes, specs or layouts.
-
 
 @lru_cache(maxsize=64)
 def _abstract_parts(
