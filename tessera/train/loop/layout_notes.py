@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from tessera.graph.pipelining import describe, fewer_microbatches_warning
+from tessera.train.config.post_training_config import POLICY
 from tessera.train.config.run_config import data_parallel_groups
 from tessera.train.loop import optimizer_offload
 
@@ -81,3 +82,8 @@ def _unused_notes(run: "Run") -> Iterator[str]:
             yield f"sync_gradients_every {every} {reason}"
         if rule != "none":
             yield f"scale_learning_rate {rule} {reason}"
+    grpo, is_policy = run.config.grpo, run.config.training.objective == POLICY
+    if is_policy and grpo.steps_of_a_rollout == 1:
+        for name in ("clip_low", "clip_high"):
+            if getattr(grpo, name) is not None:
+                yield f"{name} changes nothing: each rollout is one step, of ratio 1"

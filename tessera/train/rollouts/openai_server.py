@@ -76,8 +76,11 @@ class OpenAIServer:
             if self.model not in names:
                 raise ValueError(did_you_mean(self.model, names))
 
-        if jax.process_index() == 0:  # others may not reach it
+        def find() -> dict[str, Any]:
             self._ask("models", check)
+            return {}
+
+        broadcast_from_first(find)  # others may not reach it
 
     def complete(
         self,

@@ -222,3 +222,10 @@ def test_prompts_have_the_room_that_completions_leave(prompts):
 def test_a_run_reads_a_prompt_for_each_group(prompts):
     run = policy_run(prompts, steps=9, grpo={"steps_per_rollout": 2, "passes": 2})
     assert rows_read(run) == 3 * 16 // 4
+
+
+def test_a_clip_range_has_nothing_to_do_where_a_rollout_is_used_once(prompts):
+    note = "clip_high changes nothing: each rollout is one step, of ratio 1"
+    assert note in policy_run(prompts, grpo={"clip_high": 0.3}).layout_notes()
+    again = policy_run(prompts, grpo={"clip_high": 0.3, "passes": 2})
+    assert note not in again.layout_notes()

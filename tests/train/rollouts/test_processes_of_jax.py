@@ -7,7 +7,9 @@ from tests.two_processes import found_by_two
 
 PROGRAM = """
 import os
+from tessera.errors import ServerError
 from tessera.train.rollouts.environments import Environments
+from tessera.train.rollouts.openai_server import OpenAIServer
 
 class Own:
     def __init__(self, number):
@@ -23,12 +25,16 @@ class Own:
 environments = Environments([lambda i=i: Own(i) for i in range(3)])
 said = [{"role": "user", "content": "hi"}]
 found = environments.step([(0, said), (1, said), (2, said)])
+try:
+    OpenAIServer("http://127.0.0.1:9/v1", "none", timeout=0.1)
+except ServerError as error:
+    found.append(error.code)
 print("FOUND", json.dumps([found, said, [os.getpid(), rank]]))
 """
 
 
 @pytest.mark.slow(reason="it starts two processes of JAX")
-def test_all_processes_have_the_answers_of_the_first():
+def test_all_processes_have_the_answers_and_the_errors_of_the_first():
     one, other = sorted(found_by_two(PROGRAM), key=lambda found: found[-1][1])
     assert one[:2] == other[:2]
     answers, said, (process, _) = one
@@ -38,3 +44,4 @@ def test_all_processes_have_the_answers_of_the_first():
     assert answers[1] == [spoken, 1 / 3, False, ""]
     assert answers[2][:3] == [[], None, True]
     assert answers[2][3].startswith(f"raised ValueError ({process}, ")
+    assert answers[3:] == ["T721"]
