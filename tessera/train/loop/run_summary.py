@@ -22,8 +22,8 @@ from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.data.corpus import Corpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
+from tessera.train.loop.policy_sampler import compiled_rollout
 from tessera.train.loop.rollout_batches import open_rollouts
-from tessera.train.loop.rollout_program import compiled_rollout
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.model import Model
 from tessera.train.runtime.compile_cache import make_compile_cache

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,20 +11,17 @@ import numpy as np
 from tessera.analysis.memory import format_bytes
 from tessera.errors import SettingConflictError
 from tessera.foundations.tree import Tree
-from tessera.mesh import Mesh
 from tessera.train.data.chat_prompts import ChatPrompts
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.prompts import Prompt, PromptCorpus, stop_tokens
 from tessera.train.loop.build_run import Run
+from tessera.train.loop.policy_sampler import policy_sampler, sampling_mesh
 from tessera.train.rollouts.completions import Completion
 from tessera.train.rollouts.environments import Environments, load_environment
 from tessera.train.rollouts.openai_server import OpenAIServer, seeds_of
 from tessera.train.rollouts.resharding import moved_bytes
 from tessera.train.rollouts.sampler import Sampler
 from tessera.train.rollouts.trajectories import Trajectory, run_turns
-
-# Tokens of rows whose cache has small blocks.
-_SHORT: Final = 256
 
 
 class TrajectoryWriter:
@@ -53,7 +50,7 @@ class TrajectoryWriter:
             self._environment = load_environment(environment, columns)
             self._chat = ChatPrompts(tokenizer, name)
             _messages_of(corpus.take(0, 1)[0])
-        if (mesh := self._sampling_mesh) is not run.mesh:
+        if (mesh := sampling_mesh(run)) is not run.mesh:
             moved = moved_bytes(run.model, run.mesh, mesh)
             self.notes.append(
                 f"a rollout moves {format_bytes(moved.total)} of weights to "
@@ -126,34 +123,7 @@ class TrajectoryWriter:
 
     @cached_property
     def _sampler(self) -> Sampler:
-        settings, training = self._settings, self._run.config.training
-        is_fixed = training.numerics == "deterministic"
-        # Of several turns, the later ones follow the earlier.
-        more = 0 if self._environment is None else settings.max_completion
-        length = training.sequence_length + 1 + more
-        rows = self._run.rows_per_step * settings.steps_per_rollout
-        return Sampler(
-            self._run.model,
-            self._sampling_mesh,
-            num_tokens=settings.max_completion,
-            max_length=length,
-            slots=min(settings.slots, rows),
-            block=32 if length > _SHORT else 8,
-            dispatch_tokens=min(32, settings.max_completion),
-            temperature=settings.temperature,
-            stop_tokens=self._stops,
-            parts=training.reduction_parts if is_fixed else None,
-        )
-
-    @property
-    def _sampling_mesh(self) -> Mesh:
-        """The mesh of the run, or another over its devices."""
-        shape, mesh = self._settings.mesh_shape, self._run.mesh
-        if shape is None:
-            return mesh
-        sizes, axes = shape
-        devices = mesh.jax.devices.reshape(sizes)
-        return Mesh.of(jax.sharding.Mesh(devices, tuple(axes)))
+        return policy_sampler(self._run, self._stops)
 
 
 def _messages_of(prompt: Prompt) -> Conversation:

@@ -27,7 +27,7 @@ from tessera.train.data.corpus import load
 from tessera.train.data.data_config import DataConfig, SourceConfig, SyntheticConfig
 from tessera.train.loop import run_summary
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.rollout_program import compiled_rollout
+from tessera.train.loop.policy_sampler import compiled_rollout, policy_sampler
 from tessera.train.loop.run_summary import (
     dry_run,
     dry_run_text,
@@ -403,3 +403,12 @@ def test_a_dry_run_of_a_policy_shows_its_sampler():
     whole = 4 * run.model.num_params / 2  # over tp, and norms on all
     assert gathered == pytest.approx(whole, rel=0.1)
     assert compiled_rollout(tuned("policy", server="http://localhost:1/v1")) is None
+
+
+@pytest.mark.full
+def test_a_dry_run_shows_the_sampler_on_its_own_mesh():
+    run = tuned("policy", slots=4, mesh_shape=[[1, 4], ["fsdp", "tp"]])
+    rollout = compiled_rollout(run)
+    assert rollout is not None
+    assert policy_sampler(run).dispatch_tokens == 8
+    assert [*rollout.collectives.by_axis()] == [("tp",)]
