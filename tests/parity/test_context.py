@@ -101,8 +101,8 @@ def train(model: DecoderModel, mesh: Mesh, sync_every: int) -> Run:
         state, metrics = step(state, jax.device_put(batch, place))
         losses.append(float(metrics["loss"]))
     first = {name: array[0] for name, array in batches()[0].items()}
-    loss, _ = make_eval_step(config)(state.params, first)
-    return Run(losses, float(loss), jax.tree.map(np.asarray, state.params))
+    sums, _ = make_eval_step(config)(state.params, first)
+    return Run(losses, float(sums["loss"]), jax.tree.map(np.asarray, state.params))
 
 
 # A window of seven tokens is longer than the two chunks of four that a device of "ring"

@@ -114,8 +114,7 @@ def test_another_mesh_goes_on_with_the_same_completions(whole, prompts, tmp_path
 @pytest.mark.full
 def test_a_run_that_is_told_to_stop_makes_no_rollout(whole, tmp_path):
     run, trainer, folder = whole
-    answers = iter([True] * 5 + [False] + [True] * 100)  # four steps, one validation
-    stopped = train_policy(again(run), tmp_path, should_continue=lambda: next(answers))
+    stopped = train_policy(again(run), tmp_path, should_continue=lambda at: at.step < 4)
     assert (stopped.is_stopped, stopped.step) == (True, 4)
     assert {line["step"] for line in lines_of(tmp_path / "samples.jsonl")} == {1}
     resumed = train_policy(again(run), tmp_path, "auto")

@@ -191,7 +191,7 @@ def train_policy(
     *,
     score: Callable[[Any], float] = digits,
     sampler: Any = None,
-    should_continue: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[Trainer], bool] = lambda _: True,
 ) -> Trainer:
     """What ``run_training.py`` does, with rewards of this process."""
     corpus, choice = run.load_data(), choose(resume, folder)
@@ -210,7 +210,9 @@ def train_policy(
             vars(vars(batches)["_writer"])["_sampler"] = sampler
         trainer = Trainer(
             *(run, corpus, console, writer, None, checkpoints, choice.checkpoint),
-            callbacks=Callbacks(source=batches, should_continue=should_continue),
+            callbacks=Callbacks(
+                source=batches, should_continue=lambda: should_continue(trainer)
+            ),
         )
         trainer.train()
     return trainer
