@@ -174,12 +174,10 @@ class PolicyLoss(NamedTuple):
         ``clipped_high``, how many had no gradient as the ratio had left the range;
         ``kl``, as estimated; ``entropy``, -log p of what was sampled; ``mismatch``,
         ``|sampled - old|``.
-      largest_ratio: f32 scalar, at least 0: of microbatches, take the largest.
     """
 
     losses: Float[Array, "B S"]
     sums: dict[str, Float[Array, ""]]
-    largest_ratio: Float[Array, ""]
 
 
 def policy_loss(
@@ -226,8 +224,7 @@ def policy_loss(
         "mismatch": jnp.abs(mismatch),
     }
     sums = {name: read(jax.lax.stop_gradient(n)).sum() for name, n in numbers.items()}
-    largest = jax.lax.stop_gradient(read(ratio).max())
-    return PolicyLoss(read(losses) * read(tokens.weights), sums, largest)
+    return PolicyLoss(read(losses) * read(tokens.weights), sums)
 
 
 def _ratios(

@@ -112,13 +112,11 @@ def orpo(
     pairs = _readable(pairs)
     chosen, rejected = _token_means(pairs)
     log_odds = chosen - rejected - _log1mexp(chosen) + _log1mexp(rejected)
-    losses = beta * _of_margin(log_odds, 0.0) - pairs_per_token * pairs.chosen
+    losses = beta * _of_margin(log_odds) - pairs_per_token * pairs.chosen
     return _results(pairs, losses, beta * chosen, beta * rejected)
 
 
-def simpo(
-    pairs: Pairs, *, beta: float, margin: float, label_smoothing: float = 0.0
-) -> PairLosses:
+def simpo(pairs: Pairs, *, beta: float, margin: float) -> PairLosses:
     """Simple preference optimization, arXiv 2405.14734, equation 6.
 
     Args:
@@ -126,14 +124,13 @@ def simpo(
       beta: Scale of the rewards, 2 to 10.
       margin: The paper's gamma, in units of the rewards: what the chosen answer's
         should be larger by, often 0.3 to 1.6.
-      label_smoothing: As that of ``dpo``.
 
     Returns:
       Losses; rewards are ``beta`` times the mean log-probabilities of tokens.
     """
     pairs = _readable(pairs)
     chosen, rejected = (beta * mean for mean in _token_means(pairs))
-    losses = _of_margin(chosen - rejected - margin, label_smoothing)
+    losses = _of_margin(chosen - rejected - margin)
     return _results(pairs, losses, chosen, rejected)
 
 
@@ -149,48 +146,23 @@ def kto(
       pairs: With reference. An answer without tokens does not exist: so a single one
         with a label is a pair, too. The loss of a pair is the mean of its answers'.
       beta: As that of ``dpo``: larger saturates sooner.
-      baselines: Reference points of the chosen and of the rejected answers, each as
-        that of ``kto_labelled``; ``kto_baselines`` estimates them.
+      baselines: KL of the policy to the reference, in nats, with which the chosen and
+        the rejected answers are compared; ``kto_baselines`` estimates them. They have
+        no gradient, and count as 0 where they are negative.
 
     Returns:
       Losses; rewards as those of ``dpo``.
     """
-    log_ratios, answers = jnp.stack(_log_ratios(_readable(pairs))), _answers(pairs)
-    is_chosen = jnp.stack([pairs.exists, jnp.zeros_like(pairs.exists)])
-    points = jnp.stack([jnp.broadcast_to(b, pairs.exists.shape) for b in baselines])
-    losses, rewards = kto_labelled(
-        log_ratios, is_chosen, answers, beta=beta, baseline=points
+    answers, ratios = _answers(pairs), jnp.stack(_log_ratios(_readable(pairs)))
+    chosen, rejected = jnp.where(answers, ratios, 0.0)
+    of_chosen, of_rejected = (
+        jax.lax.stop_gradient(jnp.maximum(baseline, 0.0)) for baseline in baselines
     )
+    # How far each answer is on the wrong side of its baseline.
+    wrong = jnp.stack([of_chosen - chosen, rejected - of_rejected])
+    losses = jnp.where(answers, jax.nn.sigmoid(beta * wrong), 0.0)
     count = jnp.maximum(answers.sum(axis=0, dtype=jnp.float32), 1.0)
-    return PairLosses(losses.sum(axis=0) / count, *rewards)
-
-
-def kto_labelled(
-    log_ratios: Float[Array, "..."],
-    is_desirable: Bool[Array, "..."],
-    exists: Bool[Array, "..."],
-    *,
-    beta: float,
-    baseline: Float[Array, "..."],
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Kahneman-Tversky optimization of single answers that are good or bad.
-
-    Args:
-      log_ratios: Log-probability of each answer under the policy, summed over its
-        tokens, minus the same under the reference model.
-      is_desirable: Whether the answer is a good one.
-      exists: False where there is no answer: its loss and gradient are 0.
-      beta: As that of ``dpo``.
-      baseline: KL of the policy to the reference, in nats, broadcast to the answers.
-        It has no gradient, and counts as 0 where an estimate is negative.
-
-    Returns:
-      Losses and rewards of answers; divide the sum of the losses by their number.
-    """
-    log_ratios = jnp.where(exists, log_ratios, 0.0)
-    surplus = log_ratios - jax.lax.stop_gradient(jnp.maximum(baseline, 0.0))
-    losses = jax.nn.sigmoid(beta * jnp.where(is_desirable, -surplus, surplus))
-    return jnp.where(exists, losses, 0.0), jax.lax.stop_gradient(beta * log_ratios)
+    return _results(pairs, losses.sum(axis=0) / count, beta * chosen, beta * rejected)
 
 
 def kto_baselines(pairs: Pairs) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -244,7 +216,7 @@ def _token_means(pairs: Pairs) -> tuple[Float[Array, "..."], Float[Array, "..."]
 
 
 def _of_margin(
-    margin: Float[Array, "..."], label_smoothing: float
+    margin: Float[Array, "..."], label_smoothing: float = 0.0
 ) -> Float[Array, "..."]:
     """Cross-entropy of "the chosen answer is the better one", with its log-odds."""
     is_right, is_wrong = jax.nn.softplus(-margin), jax.nn.softplus(margin)

@@ -17,7 +17,6 @@ from tessera.train.objectives.preference_losses import (
     ipo,
     kto,
     kto_baselines,
-    kto_labelled,
     orpo,
     simpo,
 )
@@ -30,7 +29,6 @@ LOSSES = {
     "ipo": partial(ipo, beta=0.5),
     "orpo": partial(orpo, beta=0.25, pairs_per_token=PAIRS_PER_TOKEN),
     "simpo": partial(simpo, beta=2.0, margin=0.5),
-    "smooth_simpo": partial(simpo, beta=2.0, margin=0.5, label_smoothing=0.1),
     "kto": partial(kto, beta=0.1, baselines=BASELINES),
 }
 COMPILED = {name: jax.jit(loss) for name, loss in LOSSES.items()}
@@ -62,9 +60,8 @@ def formula(name: str, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, np.ndarray
             odds /= np.exp(mean_r) / -np.expm1(mean_r)
             losses = 0.25 * surprise(np.log(odds)) - PAIRS_PER_TOKEN * c
             return losses, 0.25 * mean_c, 0.25 * mean_r
-        case "simpo" | "smooth_simpo":
-            smoothing = 0.1 if name == "smooth_simpo" else 0.0
-            losses = surprise(2 * mean_c - 2 * mean_r - 0.5, smoothing)
+        case "simpo":
+            losses = surprise(2 * mean_c - 2 * mean_r - 0.5)
             return losses, 2 * mean_c, 2 * mean_r
     worth = 1 / (1 + np.exp(-0.1 * (chosen - 0.4)))
     waste = 1 / (1 + np.exp(-0.1 * (0.0 - rejected)))
@@ -214,52 +211,37 @@ def test_pairs_in_bf16_are_compared_in_f32():
 
 
 def test_single_answers_with_labels():
-    ratios = np.float32([1.0, -2.0, 3.0, np.nan])
-    good, exists = np.array([True, False, False, True]), np.arange(4) < 3
-    losses, rewards = kto_labelled(
-        ratios, good, exists, beta=0.5, baseline=jnp.float32(0.25)
+    """Whatever the log-probability of the answer that has no tokens."""
+    ratios, tokens = np.float32([1.0, -2.0, 3.0, 4.0]), np.array([2, 0, 0, 5])
+    is_chosen, nothing = tokens > 0, np.zeros(4, np.float32)
+    single = Pairs(
+        np.where(is_chosen, ratios, np.nan),
+        np.where(is_chosen, np.nan, ratios),
+        *(nothing, nothing, tokens, np.where(is_chosen, 0, 3)),
+        exists=np.arange(4) < 3,
     )
-    worth = 1 / (1 + np.exp(-0.5 * np.array([0.75, 2.25, -2.75])))
-    np.testing.assert_allclose(losses, [*(1 - worth), 0], rtol=1e-6)
-    np.testing.assert_allclose(rewards, [0.5, -1.0, 1.5, 0.0])
+    baselines = jnp.float32(0.25), jnp.float32(0.5)
 
+    def total(chosen):
+        results = kto(single._replace(chosen=chosen), beta=0.5, baselines=baselines)
+        return results.losses.sum(), results
 
-def test_single_answers_are_pairs_without_the_other():
-    """Whatever the log-probability of an answer that has no tokens."""
-    pairs = some_pairs(10, (12,))._replace(exists=np.full(12, True))
-    one = np.arange(12) < 7
-    single = pairs._replace(
-        chosen_tokens=np.where(one, pairs.chosen_tokens, 0),
-        rejected_tokens=np.where(one, 0, pairs.rejected_tokens),
-        chosen=np.where(one, pairs.chosen, np.nan),
-    )
-    losses, *rewards = kto(single, beta=0.1, baselines=BASELINES)
-    for which, ratios, exists, baseline, reward in zip(
-        (True, False),
-        (
-            pairs.chosen - pairs.reference_chosen,
-            pairs.rejected - pairs.reference_rejected,
-        ),
-        (one, ~one),
-        BASELINES,
-        rewards,
-        strict=True,
-    ):
-        expected = kto_labelled(
-            ratios, np.full(12, which), exists, beta=0.1, baseline=baseline
-        )
-        np.testing.assert_allclose(losses[exists], expected[0][exists], rtol=1e-6)
-        np.testing.assert_array_equal(reward, expected[1])
+    (_, got), gradient = jax.value_and_grad(total, has_aux=True)(single.chosen)
+    worth = 1 / (1 + np.exp(-0.5 * np.array([0.75, 2.5, -2.5])))
+    np.testing.assert_allclose(got.losses, [*(1 - worth), 0], rtol=1e-6)
+    np.testing.assert_allclose(got.chosen_rewards, [0.5, 0.0, 0.0, 0.0])
+    np.testing.assert_allclose(got.rejected_rewards, [0.0, -1.0, 1.5, 0.0])
+    slope = -0.5 * worth[0] * (1 - worth[0])
+    np.testing.assert_allclose(gradient, [slope, 0.0, 0.0, 0.0], rtol=1e-6)
     of_others = kto_baselines(single)
-    expected = kto_baselines(pairs._replace(exists=one))[1]
-    np.testing.assert_allclose(of_others[1], expected, rtol=1e-6)
+    np.testing.assert_allclose(of_others, [0.5, 1.0])
 
 
 def test_a_baseline_has_no_gradient_and_is_never_negative():
+    pairs = some_pairs(10, (4,))
+
     def losses(baseline):
-        return kto_labelled(
-            jnp.ones(1), jnp.ones(1, bool), jnp.ones(1, bool), beta=1, baseline=baseline
-        )[0].sum()
+        return kto(pairs, beta=1.0, baselines=(baseline, baseline)).losses.sum()
 
     assert jax.grad(losses)(jnp.float32(0.5)) == 0.0
     assert losses(jnp.float32(-4.0)) == losses(jnp.float32(0.0))
