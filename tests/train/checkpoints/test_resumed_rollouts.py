@@ -14,6 +14,7 @@ from tessera.train.checkpoints.checkpoint_folder import (
     read_checkpoint,
 )
 from tests.train.loop.post_training_runs import (
+    ONE,
     TWO_BY_TWO,
     lines_of,
     policy_run,
@@ -109,6 +110,27 @@ def test_another_mesh_goes_on_with_the_same_completions(whole, prompts, tmp_path
     for here, alone in zip(numbers(tmp_path), losses, strict=False):
         for name in ("loss", "kl", "grad_norm", "entropy", "sampler_mismatch"):
             assert here[name] == pytest.approx(alone[name], rel=1e-4, abs=2e-6), name
+
+
+@pytest.mark.full
+def test_with_deterministic_numerics_another_mesh_goes_on_to_the_same_bits(
+    prompts, tmp_path
+):
+    """Rollouts after the stop are sampled, scored and learned there, too."""
+    fixed = {"numerics": "deterministic", "reduction_parts": 4, "steps": 6}
+    grpo = {"steps_per_rollout": 2, "passes": 1}
+    run = sums_run(prompts, TWO_BY_TWO, grpo, **fixed)
+    trainer = train_policy(run, tmp_path / "whole")
+    for mesh in (TWO_BY_TWO, ONE):
+        folder = tmp_path / str(mesh[0])
+        resumed = train_policy(
+            sums_run(prompts, mesh, grpo, **fixed),
+            *(folder, str(tmp_path / "whole/checkpoints/1")),
+        )
+        same_bits(resumed.position.state, trainer.position.state)
+        rollouts = [one.position.rollout for one in (resumed, trainer)]
+        same_bits(*(dict(sorted(one.arrays.items())) for one in rollouts))
+        assert numbers(folder) == numbers(tmp_path / "whole", after=1)
 
 
 @pytest.mark.full
