@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from http.client import HTTPException
 from itertools import count
-from typing import Any
+from typing import Any, Final
 from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
 
 import jax
@@ -22,6 +22,8 @@ from tessera.errors import ServerError, did_you_mean
 from tessera.errors.untrusted_text import parse_json
 from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.rollouts.completions import Completion
+
+_AT_ONCE: Final = 64  # requests
 
 
 class _AnyStatus(HTTPErrorProcessor):
@@ -40,6 +42,7 @@ class OpenAIServer:
     Tokens are those that the server sampled, by their ids. Each prompt is a request
     with a seed of its own. A server that is busy, restarts, or gives up a request is
     asked again, at growing intervals. With several processes of JAX, the first asks.
+    A key of the server is read from ``OPENAI_API_KEY``.
 
     **The server has its own copy of the weights.** Nothing here gives it new ones:
     load what ``tessera export`` wrote (vLLM: start ``vllm serve <folder>`` again;
@@ -55,10 +58,8 @@ class OpenAIServer:
     Args:
       url: Such as ``http://localhost:8000/v1``; no proxy is used.
       model: A name that it serves.
-      api_key: If it is empty, ``OPENAI_API_KEY`` of the environment is used.
       timeout: Seconds that the server may be silent, and after which a completion is
         not asked for again.
-      concurrency: The most requests at a time.
 
     Raises:
       ServerError: [T721] there is no such server, or it does not serve the model.
@@ -66,9 +67,7 @@ class OpenAIServer:
 
     url: str
     model: str
-    api_key: str = field(default="", repr=False)
     timeout: float = 600.0
-    concurrency: int = 64
 
     def __post_init__(self) -> None:
         def check(answer: Any) -> None:
@@ -120,7 +119,7 @@ class OpenAIServer:
             "frequency_penalty": 0.0,
             "logprobs": 1,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
+            "return_tokens_as_token_ids": True,  # texts of two may be equal
         }
         bodies = [
             {**settings, "prompt": [*map(int, prompt)], "seed": int(seed)}
@@ -135,7 +134,7 @@ class OpenAIServer:
             for hot in (1.0, 10.0) if temperature not in (0, 1) else ():
                 body = {**bodies[0], "temperature": hot, "max_tokens": 1}
                 likely = self._ask("completions", partial(_likely, likely), body)
-            with ThreadPoolExecutor(self.concurrency, "openai") as threads:
+            with ThreadPoolExecutor(_AT_ONCE, "openai") as threads:
                 return [*threads.map(work, bodies)]
 
         found = broadcast_from_first(lambda: {"rows": ask() if bodies else []})
@@ -147,7 +146,7 @@ class OpenAIServer:
     def _ask(self, path: str, read: Callable[[Any], Any], body: Any = None) -> Any:
         """What is read of the server's answer; completions are asked for again."""
         headers = {"Content-Type": "application/json"}
-        if key := self.api_key or os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body).encode()
         opener, start = build_opener(ProxyHandler({}), _AnyStatus()), time.monotonic()
@@ -212,10 +211,8 @@ def _read(body: dict[str, Any], answer: Any) -> tuple[list[int], list[float], bo
     reason, found = choice["finish_reason"], choice["logprobs"]
     if reason not in ("stop", "length"):
         raise ConnectionAbortedError(f"the server stopped: {reason}")
-    if (ids := choice.get("token_ids")) is None:
-        # Text without the mark may be digits.
-        ids = [int(text.partition("token_id:")[2]) for text in found["tokens"]]
-    log_probs, most = found["token_logprobs"], body["max_tokens"]
+    ids, log_probs = choice["token_ids"], found["token_logprobs"]
+    most = body["max_tokens"]
     if (
         usage["prompt_tokens"] != len(prompt)
         or (choice.get("prompt_token_ids") or prompt) != prompt
