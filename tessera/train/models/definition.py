@@ -5,10 +5,7 @@
 one that a user has registered; see ``register_model``.
 """
 
-import importlib
-import os
 import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -20,6 +17,7 @@ from tessera.errors import (
     UnknownModelError,
     did_you_mean,
 )
+from tessera.train.files.user_modules import described, import_user_module
 
 if TYPE_CHECKING:
     from tessera.mesh import Mesh
@@ -147,17 +145,14 @@ def import_module(module: str) -> None:
     Raises:
       UnknownModelError: [T403] there is no such module, or its import fails.
     """
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
     try:
-        importlib.import_module(module)
+        import_user_module(module)
     except TesseraError:
         raise
     except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
         raise UnknownModelError(
             f"the module {module!r} of a model cannot be imported",
-            got=f"{type(error).__name__}: {error} ({line.filename}:{line.lineno})",
+            got=described(error),
             fix="name a module in the current folder or in PYTHONPATH, as in "
             "model=my_package.my_module:MyModel",
         ) from error

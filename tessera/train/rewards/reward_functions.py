@@ -8,16 +8,14 @@ returns a list with a number, or None, for each completion. It may be async.
 
 import faulthandler
 import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from inspect import Parameter, iscoroutine, signature
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
 from tessera.errors import RewardError, did_you_mean
+from tessera.train.files.user_modules import described, import_user_module
 from tessera.train.rewards import library
 from tessera.train.rewards.reward_names import RewardName
 
@@ -46,8 +44,6 @@ def load(names: Sequence[RewardName], columns: Sequence[str]) -> None:
     """
     # What a module imports must leave the accelerators to the run.
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
     for name in names:
         try:
             _functions.append(_bound(name, columns))
@@ -57,7 +53,7 @@ def load(names: Sequence[RewardName], columns: Sequence[str]) -> None:
             is_own = isinstance(error, _UnusableError)
             raise RewardError(
                 f"the reward {name.text!r} cannot be used",
-                got=str(error) if is_own else _described(error),
+                got=str(error) if is_own else described(error),
                 fix="write my_module:function, a function of prompts, completions and "
                 "columns of the records, in the current folder or in PYTHONPATH",
             ) from error
@@ -87,7 +83,7 @@ def call(index: int, arguments: Arguments, seconds: float) -> Outcomes:
             return f"{_NO_NUMBERS} ({type(result).__name__}, {len(values)} of {count})"
         return [_outcome(value) for value in values]
     except BaseException as error:
-        return f"raised {_described(error)}"
+        return f"raised {described(error)}"
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -100,7 +96,7 @@ def _bound(name: RewardName, columns: Sequence[str]) -> Callable[..., Any]:
     """
     known, needed, settings = [*_OWN, *columns], list[str](), name.settings
     if name.module:
-        function = attrgetter(name.function)(import_module(name.module))
+        function = attrgetter(name.function)(import_user_module(name.module))
     elif name.function in library.NAMES:
         # It makes the function that is called: no column takes the place of a setting.
         make = getattr(library, name.function)
@@ -146,10 +142,3 @@ def _outcome(value: Any) -> Outcome:
             if value is None or abs(float(value)) < _LARGEST:
                 return None if value is None else float(value)
     return f"{_NO_NUMBERS} ({value!r:.200})"
-
-
-def _described(error: BaseException) -> str:
-    """An error, and the line that raised it."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__} ({str(error)[:200]}"
-    return f"{text}, {line.filename}:{line.lineno})"

@@ -3,17 +3,14 @@
 
 import inspect
 import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from threading import Thread
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from tessera.errors import SettingValueError
 from tessera.train.checkpoints.first_process import broadcast_from_first
+from tessera.train.files.user_modules import described, import_user_module
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -63,17 +60,15 @@ def load_environment(name: str, columns: Sequence[str]) -> Callable[..., Environ
       SettingValueError: [T502] there is no such class, it has no method ``step``, or
         cannot be made from these columns.
     """
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
     try:
         module, _, attribute = name.partition(":")
-        found = getattr(import_module(module), attribute)
+        found = getattr(import_user_module(module), attribute)
         inspect.signature(found.step)
         inspect.signature(found).bind(**dict.fromkeys(columns))
     except Exception as error:
         raise SettingValueError(
             f"the environment {name!r} cannot be used",
-            got=f"{_described(error)}\ncolumns of the records: {', '.join(columns)}",
+            got=f"{described(error)}\ncolumns of the records: {', '.join(columns)}",
             fix="write grpo.environment=my_module:MyClass for a class with the methods "
             "__init__(self, answer, **columns), where answer is a column, and "
             "step(self, messages), which returns (messages, reward, done)",
@@ -117,7 +112,7 @@ class Environments:
                 given = json.loads(json.dumps(messages))
                 answers[place] = _checked(self._made[number].step(given))
             except BaseException as error:
-                answers[place] = Answer([], None, True, f"raised {_described(error)}")
+                answers[place] = Answer([], None, True, f"raised {described(error)}")
 
         for begin in range(0, len(talks), _AT_ONCE):
             threads = list[Thread]()
@@ -149,10 +144,3 @@ def _checked(answer: Any) -> Answer:
         pass
     why = "did not return (new messages unless done, finite reward or None, done)"
     return Answer([], None, True, f"{why} ({answer!r:.200})")
-
-
-def _described(error: BaseException) -> str:
-    """An error, and the line that raised it."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__} ({str(error)[:200]}"
-    return f"{text}, {line.filename}:{line.lineno})"
