@@ -9,9 +9,8 @@ is then continued to 2,048 tokens. Times include the prompts, but no compilation
     python benchmarks/generation.py [--quick] [--transformers PYTHON] [--json PATH]
 """
 
-import json
 import os
-import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +24,11 @@ import report
 from tessera.train.models import DecoderConfig, DecoderModel, save_pretrained
 from tessera.train.rollouts import Sampler
 
-PEER = Path(__file__).parent / "peer_programs" / "generate_transformers.py"
+FOLDER = Path(__file__).parent / "peer_programs"
+sys.path.append(str(FOLDER))
+
+from peer_process import PeerProcess  # noqa: E402
+
 # A Llama of 5 million parameters.
 CONFIG = DecoderConfig(
     vocab_size=8192,
@@ -46,27 +49,16 @@ ROWS, LONGEST, TOKENS = 64, 256, 128
 LENGTHS = (128, 512, 1024, 2048)
 
 
-class Peer:
+class Peer(PeerProcess):
     """A process that generates on demand."""
 
     def __init__(self, python: str, folder: str) -> None:
-        command = [python, str(PEER), folder, str(os.cpu_count())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        program = FOLDER / "generate_transformers.py"
+        super().__init__([python, str(program), folder, str(os.cpu_count())])
 
     def seconds(self, prompts: list[list[int]], tokens: int, *, sample: bool) -> float:
         """How long the completions of prompts take."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = {"prompts": prompts, "tokens": tokens, "sample": sample}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        """End it."""
-        self._process.communicate()
+        return self.ask({"prompts": prompts, "tokens": tokens, "sample": sample})
 
 
 def main() -> None:

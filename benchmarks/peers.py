@@ -24,24 +24,23 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import report
 
 FOLDER = Path(__file__).parent / "peer_programs"
 sys.path.append(str(FOLDER))
 
+from peer_process import PeerProcess  # noqa: E402
 from peer_setting import CONTESTANTS, SETTINGS, Setting  # noqa: E402
 
 AGREE = {"f32": 1e-3, "bf16": 3e-2}  # of losses, relative
 
 
-class Contestant:
+class Contestant(PeerProcess):
     """A process that takes steps when it is asked to, and what they took."""
 
     def __init__(self, name: str, python: str, setting: Setting, *more: str) -> None:
@@ -51,38 +50,20 @@ class Contestant:
         self.losses: list[float] = []
         self.peak = 0
         given = [name, json.dumps(asdict(setting)), *more]
-        self._process = subprocess.Popen(
+        super().__init__(
             [python, str(FOLDER / "worker.py"), *given],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={k: v for k, v in os.environ.items() if k != "PJRT_NPROC"},
+            {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"},
         )
-        self.version = self._answer()["version"]
+        self.version = self.answer()["version"]
 
     def run(self, steps: int, *, counts: bool = True) -> None:
         """Take steps; the first ones compile, and do not count."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.write(f"{steps}\n")
-        stdin.flush()
-        answer = self._answer()
+        answer = self.ask(steps)
         self.losses += answer["losses"]
         self.peak = answer["peak"]
         if counts:
             self.wall += answer["wall"]
             self.processor += answer["processor"]
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate(timeout=60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended: its error is above")
-        return json.loads(line)
 
 
 def measured(

@@ -17,7 +17,6 @@ what is written.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -35,6 +34,7 @@ FOLDER = Path(__file__).parent / "peer_programs"
 sys.path.append(str(FOLDER))
 
 from grpo_setting import CONTESTANTS, PHASES, Setting, write_prompts  # noqa: E402
+from peer_process import PeerProcess  # noqa: E402
 
 MESHES: Final = {"one device": (1, 1), "fsdp 2 × tp 2": (2, 2)}
 WARM_UP: Final = 4  # steps, which compile
@@ -43,7 +43,7 @@ AGREE: Final = 1e-3  # of the log-probability of a text, in nats
 THREADS: Final = {"PJRT_NPROC": "32"}
 
 
-class Contestant:
+class Contestant(PeerProcess):
     """A process that takes steps when it is asked to, and what they took.
 
     Attributes:
@@ -64,21 +64,15 @@ class Contestant:
         self.phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
         devices = str(prod(setting.mesh))
         program = FOLDER / f"grpo_{name}.py"
-        self._process = subprocess.Popen(
+        super().__init__(
             [python, str(program), json.dumps(asdict(setting))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **THREADS, "JAX_NUM_CPU_DEVICES": devices},
+            {**os.environ, **THREADS, "JAX_NUM_CPU_DEVICES": devices},
         )
-        self.about = self._answer()
+        self.about = self.answer()
 
     def run(self, steps: int, *, counts: bool = True) -> None:
         """Take steps; the first ones compile, and do not count."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
-        answer = self._answer()
+        answer = self.ask(steps)
         self.rewards += answer["reward"]
         self.lengths += answer["length"]
         if counts:
@@ -88,17 +82,6 @@ class Contestant:
             self.processor.append(answer["processor"] / steps)
         else:
             self.first = answer["processor"]
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate(timeout=60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended: its error is above")
-        return json.loads(line)
 
 
 def measured(

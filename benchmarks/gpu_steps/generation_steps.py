@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per second of ``gemma3_270m``, beside Transformers with the same sizes."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,7 +10,8 @@ import jax
 import numpy as np
 from gpu_steps.rows import QUICK, emit, errors_kept
 
-from tessera.train.models import DecoderModel, config_of
+from tessera.train.models import DecoderConfig, DecoderModel, config_of
+from tessera.train.models.families.published_files import Published
 from tessera.train.rollouts import Sampler
 
 MODEL, PROMPT, COUNT = ("tiny", 8, 4) if QUICK else ("gemma3_270m", 128, 128)
@@ -23,7 +23,7 @@ def generation() -> None:
     config = config_of(MODEL)
     if find_spec("torch") and find_spec("transformers"):
         with errors_kept("generation", who="transformers"):
-            by_transformers(dataclasses.asdict(config))
+            by_transformers(config)
     model = DecoderModel(config)
     params = jax.tree.map(lambda x: x.astype("bfloat16"), model.init(jax.random.key(0)))
     for rows in BATCHES:
@@ -64,28 +64,18 @@ def timed(who: str, rows: int, run: Callable[[], int]) -> None:
         )
 
 
-def by_transformers(sizes: dict[str, Any]) -> None:
+def by_transformers(sizes: DecoderConfig) -> None:
     """Gemma 3 of Transformers, with its cache."""
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    config = Gemma3TextConfig(
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["d_model"],
-        intermediate_size=sizes["mlp_dim"],
-        num_hidden_layers=sizes["num_layers"],
-        num_attention_heads=sizes["num_heads"],
-        num_key_value_heads=sizes["num_kv_heads"],
-        head_dim=sizes["head_dim"],
-        sliding_window=sizes["window"],
-        query_pre_attn_scalar=sizes["query_pre_attn_scalar"],
-        eos_token_id=None,
-    )
+    values = Published().config_values(sizes, {}) | {"eos_token_id": None}
+    config = Gemma3TextConfig(**values)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Gemma3ForCausalLM(config).eval().to(device, torch.bfloat16)
     for rows in BATCHES:
         shape = (rows, PROMPT)
-        prompt = torch.randint(0, sizes["vocab_size"], shape, device=device)
+        prompt = torch.randint(0, sizes.vocab_size, shape, device=device)
 
         def run(prompt: Any = prompt) -> int:
             with torch.no_grad():

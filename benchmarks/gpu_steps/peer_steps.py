@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from gpu_steps.rows import QUICK, ROOT, emit, errors_kept
+from peer_process import PeerProcess
 from peer_setting import SETTINGS, Setting
 
 WORKER: Final = ROOT / "benchmarks/peer_programs/worker.py"
@@ -26,46 +26,29 @@ SIZES: Final = {
 }
 
 
-def worker(name: str, setting: Setting) -> "subprocess.Popen[str]":
+def worker(name: str, setting: Setting) -> PeerProcess:
     """A process that takes steps when it reads how many."""
-    return subprocess.Popen(
+    return PeerProcess(
         [sys.executable, str(WORKER), name, json.dumps(dataclasses.asdict(setting))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={k: v for k, v in os.environ.items() if k != "PJRT_NPROC"},
+        {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"},
     )
-
-
-def answer(process: "subprocess.Popen[str]", steps: int | None = None) -> Any:
-    """Its next line of JSON, after it was asked for steps."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    if steps is not None:
-        process.stdin.write(f"{steps}\n")
-        process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        code = process.wait(10)
-        raise RuntimeError(f"the contestant ended with {code}: see the log")
-    return json.loads(line)
 
 
 def measured(name: str, setting: Setting, limit: float) -> dict[str, Any]:
     """Seconds of twelve steps after three, and the losses of all."""
     start = time.perf_counter()
-    process = worker(name, setting)
-    timer = threading.Timer(600 if QUICK else limit, process.kill)
+    peer = worker(name, setting)
+    timer = threading.Timer(600 if QUICK else limit, peer.process.kill)
     timer.start()
     try:
-        version = answer(process)["version"]
-        first = answer(process, 3)
+        version = peer.answer()["version"]
+        first = peer.ask(3)
         until_warm = time.perf_counter() - start
-        rest = answer(process, 3 if QUICK else 12)
+        rest = peer.ask(3 if QUICK else 12)
     finally:
         timer.cancel()
-        process.kill()
-        process.communicate()
+        peer.process.kill()
+        peer.close()
     return {
         "version": version,
         "wall": rest["wall"],
@@ -134,11 +117,11 @@ def torch_cache() -> None:
     def fill(size: str) -> None:
         start = time.perf_counter()
         with errors_kept("torch_cache", size=size):
-            process = worker("torch_compiled", sizes[size])
-            answer(process)
-            answer(process, 2)
-            process.kill()
-            process.communicate()
+            peer = worker("torch_compiled", sizes[size])
+            peer.answer()
+            peer.ask(2)
+            peer.process.kill()
+            peer.close()
             spent = round(time.perf_counter() - start, 1)
             emit("torch_cache", size=size, seconds=spent)
 
