@@ -47,9 +47,9 @@ class ModelFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        values = read_config_file(path)
-        self.family = family_of(values)
-        self.config = self.family.config(values)
+        self.values = read_config_file(path)
+        self.family = family_of(self.values)
+        self.config = self.family.config(self.values)
 
     def check_config(self, config: Any) -> None:
         """Check that the folder is of a model with this configuration.

@@ -169,7 +169,7 @@ def from_pretrained(
 
 
 def import_weights(
-    path: str | Path,
+    path: str | Path | ModelFolder,
     model: Model,
     mesh: AnyMesh | None = None,
     *,
@@ -183,7 +183,7 @@ def import_weights(
 
     Args:
       path: A safetensors file that ``export_weights`` wrote, or the folder of a
-        published model.
+        published model, which may be open.
       model: The model that it has to fit.
       mesh: Where to put the parameters; None is the default device.
       layouts: PartitionSpecs other than ``model.layouts(mesh)``.
@@ -232,7 +232,9 @@ def import_weights(
     return nest({path: read(path, leaf) for path, leaf in leaves.items()})
 
 
-def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFolder:
+def check_weights(
+    path: str | Path | ModelFolder, model: Model
+) -> SafetensorsFile | ModelFolder:
     """Check that a file or folder holds the parameters of a model but its adapters.
 
     Reads only headers, and both of two tensors that have to be equal.
@@ -243,9 +245,9 @@ def check_weights(path: str | Path, model: Model) -> SafetensorsFile | ModelFold
       HubError: [T719] the Hub does not give what ``hf://…`` names.
     """
     source: SafetensorsFile | ModelFolder
-    path = local_path(path, WEIGHT_FILES)
-    if os.path.isdir(path):
-        source = ModelFolder(path)
+    path = path if isinstance(path, ModelFolder) else local_path(path, WEIGHT_FILES)
+    if isinstance(path, ModelFolder) or os.path.isdir(path):
+        source = path if isinstance(path, ModelFolder) else ModelFolder(path)
         source.check_config(model.config)
     else:
         source = SafetensorsFile(path)

@@ -20,7 +20,8 @@ from tessera.train.rewards import library
 from tessera.train.rewards.reward_names import RewardName
 
 _OWN: Final = ("prompts", "completions")
-_LARGEST: Final = 1e30  # a weighted sum of such rewards is finite in float32
+LARGEST: Final = 1e30
+"""A weighted sum of such rewards is finite in float32."""
 _NO_NUMBERS: Final = "did not return a list with a number for each completion"
 
 _functions: Final[list[Callable[..., Any]]] = []
@@ -139,6 +140,6 @@ def _outcome(value: Any) -> Outcome:
     # Arrays of one element and texts of digits would be numbers, too.
     if not isinstance(value, str | bytes) and not getattr(value, "ndim", 0):
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-            if value is None or abs(float(value)) < _LARGEST:
+            if value is None or abs(float(value)) < LARGEST:
                 return None if value is None else float(value)
     return f"{_NO_NUMBERS} ({value!r:.200})"

@@ -5,11 +5,15 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tessera.errors import RewardError
+from tessera.train.files.hub import PREFIX, HubName
 
 _NAME: Final = re.compile(r"(?:([\w.]+):)?([\w.]+)(\(.*\))?", re.DOTALL)
+# A folder or a name of the Hub has a slash, as in ``model=``.
+_MODEL: Final = re.compile(r"[^:()]*/[^:()]*")
 
 
 class RewardName(NamedTuple):
@@ -17,9 +21,10 @@ class RewardName(NamedTuple):
 
     Attributes:
       text: The name as it was written.
-      label: The function's name, with a number where several rewards have it.
-      module: Where the function is; empty for those of the library.
-      function: Its name there.
+      label: The function's name, or the last part of a model's; with a number where
+        several rewards have it.
+      module: Where the function is; empty for those of the library, and for models.
+      function: Its name there; empty for a model.
       settings: Keyword arguments that the name has.
     """
 
@@ -29,9 +34,14 @@ class RewardName(NamedTuple):
     function: str
     settings: Mapping[str, Any]
 
+    @property
+    def is_model(self) -> bool:
+        """Whether the text is a folder or a name of the Hub."""
+        return not self.function
+
 
 def parse_names(texts: Sequence[str]) -> list[RewardName]:
-    r"""Read ``module:function``, ``exact`` or ``regex(pattern=r"\d+")``.
+    r"""Read ``module:function``, ``exact``, ``regex(pattern=r"\d+")`` or ``./model``.
 
     What is in the parentheses are literals of Python, which are not evaluated.
 
@@ -45,23 +55,33 @@ def parse_names(texts: Sequence[str]) -> list[RewardName]:
     names: list[RewardName] = []
     count = Counter[str]()
     for text in texts:
-        match = _NAME.fullmatch(text.strip())
+        match, module, function = _NAME.fullmatch(text.strip()), "", ""
+        settings = dict[str, Any]()
         try:
-            if match is None:
+            if match is not None:
+                module, function = match[1] or "", match[2]
+                settings = _settings(f"f{match[3] or '()'}")
+            elif not _MODEL.fullmatch(text.removeprefix(PREFIX)):
                 raise ValueError("it is neither module:function nor a known name")
-            settings = _settings(f"f{match[3] or '()'}")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise RewardError(
                 f"{text!r} is no name of a reward",
                 got=str(error),
                 fix="write my_rewards:correct for a function of your module, "
-                "or literals as settings, as in 'regex(pattern=r\"\\d+\")'",
+                "./reward-model for a folder, or literals as settings, as in "
+                "'regex(pattern=r\"\\d+\")'",
             ) from error
-        label = match[2].rpartition(".")[2]
+        label = function.rpartition(".")[2] or _name_of_model(text)
         count[label] += 1
         label += f"_{count[label]}" if count[label] > 1 else ""
-        names.append(RewardName(text, label, match[1] or "", match[2], settings))
+        names.append(RewardName(text, label, module, function, settings))
     return names
+
+
+def _name_of_model(text: str) -> str:
+    """The last part of a path, or of a name of the Hub without its revision."""
+    hub = HubName.find(text)
+    return Path(hub.repo if hub else text).expanduser().resolve().name
 
 
 def _settings(source: str) -> dict[str, Any]:

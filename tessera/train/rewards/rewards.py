@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores completions by several reward functions, in several processes."""
+"""Scores completions by functions, in several processes, and by models, in this one."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ CALL: Final = 16
 """The most completions of one call of a function."""
 
 Column: TypeAlias = Sequence[Any]
+# Scores completions after their prompts, in this process.
+ModelReward: TypeAlias = Callable[[Column, Column], Sequence[Outcome]]
 # A function, and outcomes of completions; that of a call that is repeated is at -1.
 _Part: TypeAlias = tuple[int, list[tuple[int, Outcome]]]
 
@@ -83,14 +85,17 @@ class Rewards(AbstractContextManager["Rewards"]):
 
     A function sees copies, in which it may write; what it prints goes to standard
     error. Its process imports no JAX, and the environment hides accelerators from it.
-    It may have 16 GiB of address space, and ends with this process.
+    It may have 16 GiB of address space, and ends with this process. Models score here
+    meanwhile.
 
     Args:
       names: As ``parse_names`` reads them: K functions, which are imported and checked
-        in a process that is then ready to score.
+        in a process that is then ready to score, and models.
       weights: One for each name; None is 1 for each.
       columns: What ``score`` will be given beside prompts and completions: columns of
         the records, and ``completion_ids``, the tokens, as TRL calls them.
+      models: What scores for each name of a model. All processes of JAX take part in
+        it, and have the same outcomes.
       time_limit: Seconds that a call may take.
       processes: How many calls run at a time, on each host.
 
@@ -104,6 +109,7 @@ class Rewards(AbstractContextManager["Rewards"]):
         weights: Sequence[float] | None = None,
         *,
         columns: Sequence[str] = (),
+        models: Mapping[str, ModelReward] | None = None,
         time_limit: float = 30.0,
         processes: int = 4,
     ) -> None:
@@ -119,10 +125,24 @@ class Rewards(AbstractContextManager["Rewards"]):
             )
         self.names = tuple(name.label for name in parsed)
         self._columns, self._time_limit = tuple(columns), time_limit
+        # By their columns, as models and functions may be in any order.
+        given, self._models = models or {}, dict[int, ModelReward]()
+        for k, name in enumerate(parsed):
+            if name.is_model and name.text not in given:
+                raise RewardError(
+                    "a reward by a model needs the mesh of a run",
+                    got=name.text,
+                    fix="name it on the command line of a run: rewards=[./model]",
+                )
+            if name.is_model:
+                self._models[k] = given[name.text]
+        self._functions = [k for k in range(len(parsed)) if k not in self._models]
+        own = [parsed[k] for k in self._functions]
         self._threads = ThreadPoolExecutor(processes, "rewards")
-        self._all = [RewardProcess(parsed, self._columns) for _ in range(processes)]
+        self._all = [RewardProcess(own, self._columns) for _ in range(processes)]
         try:
-            self._all[0].start()
+            if own:
+                self._all[0].start()
         except BaseException:
             self.close()
             raise
@@ -146,16 +166,21 @@ class Rewards(AbstractContextManager["Rewards"]):
         count = len(completions)
         assert columns.keys() == set(self._columns), (list(columns), self._columns)
         assert all(len(values) == count for values in arguments.values())
-        tasks = [(k, i) for i in range(0, count, CALL) for k in range(len(self.names))]
+        tasks = [(k, i) for i in range(0, count, CALL) for k in self._functions]
         own = iter(tasks[jax.process_index() :: jax.process_count()])
 
         def parts(process: RewardProcess) -> list[_Part]:
             return [self._part(process, *task, arguments) for task in own]
 
-        found = chain.from_iterable(self._threads.map(parts, self._all))
+        found = self._threads.map(parts, self._all)
+        of_models: list[_Part] = [
+            (k, list(enumerate(score(prompts, completions))))
+            for k, score in self._models.items()
+        ]
+        of_functions = _from_all_processes(list(chain.from_iterable(found)))
         by_name = np.full((count, len(self.names)), np.nan)
         examples, missing = dict[tuple[int, str], str](), Counter[tuple[int, str]]()
-        for reward, outcomes in _from_all_processes(list(found)):
+        for reward, outcomes in (*of_functions, *of_models):
             for i, outcome in outcomes:
                 if isinstance(outcome, str):
                     key = reward, outcome.partition(" (")[0]
@@ -190,7 +215,7 @@ class Rewards(AbstractContextManager["Rewards"]):
 
         def call(first: int, last: int, seconds: float) -> Outcomes:
             chunk = {name: list(each[first:last]) for name, each in arguments.items()}
-            return process.score(reward, chunk, seconds)
+            return process.score(self._functions.index(reward), chunk, seconds)
 
         found = call(begin, end, self._time_limit)
         if not isinstance(found, str):

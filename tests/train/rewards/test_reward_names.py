@@ -19,6 +19,17 @@ def test_a_name_is_of_a_module_or_of_the_library():
     assert found[2].settings == {"pattern": r"\d+(,)"}
 
 
+def test_what_has_a_slash_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commit = "a" * 40
+    texts = ["./rm", "exact", "org/rm", f"hf://org/rm@{commit}", "~/models/exact/"]
+    found = parse_names([*texts, 'regex(pattern=r"a/b:c")', "org/rm.v2@main", "./."])
+    assert [name.is_model for name in found] == [1, 0, 1, 1, 1, 0, 1, 1]
+    labels = ["rm", "exact", "rm_2", "rm_3", "exact_2", "regex", "rm.v2", tmp_path.name]
+    assert [name.label for name in found] == labels
+    assert [name.text for name in found][:5] == texts
+
+
 def test_settings_are_literals():
     text = 'f(a=-1, b=[1.5, None], c={"x": "y"}, d="^<answer>.*</answer>$")'
     assert parse_names([text])[0].settings == {
@@ -36,6 +47,9 @@ def test_settings_are_literals():
         "a b",
         "a:b:c",
         "a-b:c",
+        "rewards/mine.py:correct",
+        "reward-model",
+        'regex(pattern="a/b"',
         "regex(pattern=)",
         "regex('a')",
         "regex(**{'a': 1})",

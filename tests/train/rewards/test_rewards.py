@@ -108,6 +108,44 @@ def test_a_function_that_writes_in_its_arguments_changes_nothing():
     assert (texts, answers) == (["a", "b"], ["a", "c"])
 
 
+# --- models
+
+
+def test_models_and_functions_have_their_own_columns_in_any_order():
+    def model(number):
+        def score(prompts, completions):
+            assert prompts == ["0", "0", "0"]
+            return [number + len(text) for text in completions]
+
+        return score
+
+    names = ["./first", *own("number"), "org/second", *own("judges_digits")]
+    models = {"org/second": model(20.0), "./first": model(10.0)}
+    with Rewards(names, [1, 10, 100, 1000], models=models, processes=2) as rewards:
+        found = rewards.score(["0"] * 3, ["1", "-2", "30"], {})
+    assert found.names == ("first", "number", "second", "judges_digits")
+    expected = [[11, 1, 21, 1], [12, -2, 22, NAN], [12, 30, 22, 30]]
+    np.testing.assert_array_equal(found.by_name, expected)
+    np.testing.assert_array_equal(found.total, [3121, 2192, 32512])
+    assert found.notes == ()
+
+
+def test_a_model_alone_starts_no_process_and_says_what_it_cannot_score():
+    def model(prompts, completions):
+        return [0.5, None, "gave no number (nan)", "gave no number (inf)"]
+
+    with Rewards(["./rm"], models={"./rm": model}) as rewards:
+        found = rewards.score([""] * 4, [""] * 4, {})
+        assert rewards._all[0]._worker is None
+    np.testing.assert_array_equal(found.total, [0.5, NAN, NAN, NAN])
+    note = "the reward 'rm' gave no number (nan): missing for 2 of 4"
+    assert found.notes == (note,)
+
+
+def test_a_model_needs_a_run():
+    assert "a reward by a model needs the mesh of a run" in refusal("./rm", "exact")
+
+
 # --- how functions are called
 
 

@@ -110,6 +110,16 @@ class Published:
         length = self._flat.get("max_position_embeddings")
         return length if type(length) is int and length > 0 else None
 
+    def longest(self, config: Any) -> int | None:
+        """The same for a configuration, which may scale its rotary positions."""
+        known = self.context_length
+        if known is None:
+            return None
+        scales = (getattr(config, f"rope_scale_{k}", 1.0) for k in ("global", "local"))
+        # Where the file has the length before scaling, as those of Qwen do, or after.
+        original = getattr(config, "rope_original_length", None) or 0
+        return max(known, int(original * max(scales)))
+
     def excess_length(self, length: int, config: Any) -> str:
         """A warning where sequences have positions that the weights do not know.
 
@@ -120,14 +130,8 @@ class Published:
         Returns:
           Nothing where all is well, or the folder does not say how long they may be.
         """
-        known = self.context_length
-        if known is None:
-            return ""
-        scales = (getattr(config, f"rope_scale_{k}", 1.0) for k in ("global", "local"))
-        # Where the file has the length before scaling, as those of Qwen do, or after.
-        original = getattr(config, "rope_original_length", None) or 0
-        most = max(known, int(original * max(scales)))
-        if length <= most:
+        known, most = self.context_length, self.longest(config)
+        if most is None or length <= most:
             return ""
         return (
             f"training.sequence_length={length} is more than the {most:,} tokens that "
