@@ -29,7 +29,7 @@ from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.files.hub import HubName
 from tessera.train.runtime.launcher_protocol import ParentLauncher
 
-_OF_MODELS: Final = ("training.init_from", "data.tokenizer")
+_OF_MODELS: Final = re.compile(r"training\.init_from|data\.tokenizer|rewards\.\d+")
 _OF_DATA: Final = re.compile(r"data\.(path|sources\..+\.path)")
 
 
@@ -72,9 +72,9 @@ class HubCommits:
         """
         errors: list[TesseraError] = []
         values: Any = OmegaConf.to_container(config, resolve=False)
-        for path, value in walk(values):
-            is_model = path in _OF_MODELS
-            if not isinstance(value, str) or not (is_model or _OF_DATA.fullmatch(path)):
+        for path, value in _texts(values):
+            is_model = _OF_MODELS.fullmatch(path) is not None
+            if not (is_model or _OF_DATA.fullmatch(path)):
                 continue
             with collected(errors):
                 name = HubName.find(value) if is_model else HubName.parse(value)
@@ -98,8 +98,8 @@ class HubCommits:
             with suppress(CheckpointNotFoundError, OSError, ValueError):
                 newest = find_newest(Path(folder))
                 values = parse_yaml(read_metadata(newest / LAST).config)
-                texts = (value for _, value in walk(values) if isinstance(value, str))
-                return [name for text in texts if (name := HubName.parse(text))]
+                texts = _texts(values)
+                return [name for _, text in texts if (name := HubName.parse(text))]
         return []
 
     def _resumed(self) -> Iterator[str]:
@@ -113,6 +113,15 @@ class HubCommits:
             yield str(self._given[RUN_DIR])
         if resume not in ("none", "auto"):
             yield str(resume)
+
+
+def _texts(values: Any) -> Iterator[tuple[str, str]]:
+    """Every text of a configuration with its path, those of lists as ``rewards.0``."""
+    for path, value in walk(values):
+        parts = {path: value}
+        if isinstance(value, list):
+            parts = {f"{path}.{i}": one for i, one in enumerate(value)}
+        yield from ((key, one) for key, one in parts.items() if isinstance(one, str))
 
 
 def check_model(name: HubName, setting: str) -> None:

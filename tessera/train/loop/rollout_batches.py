@@ -20,9 +20,11 @@ from tessera.train.loop.build_run import BATCH, Run
 from tessera.train.loop.console import log
 from tessera.train.loop.position import Position, StepInput
 from tessera.train.loop.reference_scores import with_reference
+from tessera.train.loop.reward_models import RewardModel
 from tessera.train.loop.run_folder import SAMPLES
 from tessera.train.loop.train_state import TrainState
 from tessera.train.loop.trajectory_writer import TrajectoryWriter, answer_of
+from tessera.train.rewards.reward_names import parse_names
 from tessera.train.rewards.rewards import Rewards, Scores
 from tessera.train.rollouts.completions import RolloutStopped
 from tessera.train.rollouts.rollout import Rollout, learned_rows, rows_of
@@ -312,6 +314,7 @@ def open_rollouts(
 
     Raises:
       RewardError: [T720] a reward function cannot be used.
+      TesseraError: As ``RewardModel`` does.
     """
     settings, names = run.config.grpo, run.config.rewards
     if not isinstance(corpus, PromptCorpus):
@@ -320,10 +323,17 @@ def open_rollouts(
     columns = [n for n in corpus.columns if n not in reserved]
     rewards = None
     if names:
+        has_messages = not isinstance(corpus.take(0, 1)[0].content, str)
+        models = {
+            name.text: RewardModel(run, name.text, reads_messages=has_messages)
+            for name in parse_names(names)
+            if name.is_model
+        }
         rewards = Rewards(
             names,
             settings.reward_weights,
             columns=(*columns, "completion_ids"),
+            models=models,
             time_limit=settings.reward_time_limit,
             processes=settings.reward_processes,
         )

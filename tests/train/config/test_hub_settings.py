@@ -145,6 +145,23 @@ def test_weights_and_tokenizers_may_be_of_the_hub_alone(hub, commit):
     assert composed(prompt).config.training.sample_prompt == "hf://org/gemma"
 
 
+def test_a_reward_model_of_the_hub_has_a_commit_and_keeps_it(hub, commit, tmp_path):
+    run, name = tmp_path / "run", f"hf://org/gemma@{commit}"
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    rewards = "rewards=[exact,org/gemma,my:f,org/here,./there/]"
+    words = ("recipe=grpo", "data=prompts", "data.path=x.jsonl", rewards)
+    words = (*words, f"hydra.run.dir={run}")
+    both = composed(*words)
+    found = ["exact", name, "my:f", "org/here", "./there/"]
+    assert both.config.rewards == found
+    checkpoint_of(both, run)
+    hub.repos["models/org/gemma"].push({"README.md": b"new"})
+    assert composed(*words, "training.resume=auto").config.rewards == found
+    assert composed(*words).config.rewards != found
+    with pytest.raises(SettingValueError, match="names a data set"):
+        composed(*words[:3], "rewards=[hf://datasets/org/gemma]")
+
+
 def test_a_data_set_of_the_hub_has_a_commit(hub, tmp_path):
     hub.repos["datasets/org/chats"] = Repo()
     commit = hub.repos["datasets/org/chats"].push({"README.md": b""})
