@@ -36,8 +36,11 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 nb_execution_mode = "force"
-# This one has its outputs: it needs Transformers, and trains for a minute.
-nb_execution_excludepatterns = ["notebooks/fine-tune.ipynb"]
+# These have their outputs: they train for minutes, and one needs Transformers.
+nb_execution_excludepatterns = [
+    "notebooks/fine-tune.ipynb",
+    "notebooks/teach-arithmetic.ipynb",
+]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove"

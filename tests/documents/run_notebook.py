@@ -4,7 +4,7 @@
     python run_notebook.py notebook.ipynb
 
 What a cell ends in is displayed: as text, after the HTML or SVG of a notebook. A cell
-that begins with ``%%bash`` is a script.
+that begins with ``%%bash`` is a script; with ``%%writefile name``, a file.
 """
 
 import ast
@@ -21,6 +21,11 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> None:
     if code.startswith("%%bash\n"):
         sys.stdout.flush()
         subprocess.run(["bash", "-c", code.partition("\n")[2]], check=True)
+        return
+    if code.startswith("%%writefile "):
+        file, _, content = code.removeprefix("%%writefile ").partition("\n")
+        Path(file).write_text(content)
+        print(f"Writing {file}")  # noqa: T201
         return
     # Tracebacks, and whoever reads the source of a function, find the cell here.
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)

@@ -18,7 +18,8 @@ RUNNER = Path(__file__).with_name("run_notebook.py")
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 NOT_INSTALLED = "Transformers is not installed"
 # Stored with their outputs, as the build of the documentation runs them no more.
-WITH_OUTPUTS = {"fine-tune"}
+WITH_OUTPUTS = {"fine-tune", "teach-arithmetic"}
+SAMPLED = {"teach-arithmetic"}  # its numbers are of what a model draws
 SHOWN = {
     "fine-tune": ("step   0  validation 6.48", "The opposite of cold is hot."),
     "one-to-eight-devices": (
@@ -31,6 +32,10 @@ SHOWN = {
     "own-pipeline": (
         *("device 3 |", "4 microbatches: idle 43%", "the losses agree"),
         *("collective-permute  pp", "[T3"),
+    ),
+    "teach-arithmetic": (
+        *('{"prompt": "3+4=", "text": "8"}', '{"prompt": "3+4=", "text": "7"}'),
+        *("the last ten above 0.9: True", "groups_without_variance      0.00     1.00"),
     ),
     "unwanted-collective": (
         *("UNPLANNED", "all-gather over ('tp',) 65536 bytes at"),
@@ -53,11 +58,11 @@ def run(path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
 
 
-def test_there_are_four_tutorials():
+def test_there_are_five_tutorials():
     assert [path.stem for path in NOTEBOOKS] == [*SHOWN]
 
 
@@ -89,7 +94,11 @@ def test_a_notebook_runs_and_shows_what_it_speaks_of(notebook):
         assert text in pages, text
     if notebook.stem in WITH_OUTPUTS:
         for cell, printed in zip(cells(notebook), shown.values(), strict=True):
-            assert agrees(output_of(cell), printed) or printed == f"{NOT_INSTALLED}\n"
+            shows = output_of(cell)
+            if notebook.stem in SAMPLED:
+                assert bool(shows) == bool(printed)
+            else:
+                assert agrees(shows, printed) or printed == f"{NOT_INSTALLED}\n"
 
 
 def output_of(cell):
