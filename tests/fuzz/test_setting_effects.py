@@ -218,7 +218,7 @@ OF_THE_LOOP = {
     *("grpo.group_size", "grpo.steps_per_rollout", "grpo.max_completion", "rewards"),
     *("grpo.truncated", "grpo.slots", "grpo.reward_weights", "grpo.reward_processes"),
     *("grpo.reward_time_limit", "grpo.environment", "grpo.max_turns"),
-    *("grpo.server", "grpo.server_model", "grpo.mesh_shape"),
+    *("grpo.server", "grpo.server_model", "grpo.server_weights", "grpo.mesh_shape"),
 }
 CELLS = [(run, name) for run in RUNS for name in OTHERS]
 

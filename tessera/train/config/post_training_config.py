@@ -75,8 +75,11 @@ class GrpoConfig:
         docs/guides/own-rewards.md. null has one turn.
       max_turns: With an environment, the most turns of the model.
       server: The URL of a vLLM or SGLang server that samples, ending in /v1; null
-        samples here. It does not get the new weights by itself.
+        samples here.
       server_model: The name of the model that the server serves.
+      server_weights: How the server gets the weights before each rollout,
+        sglang:/folder or vllm:/folder, which it sees by the same path. vLLM takes
+        adapters alone. null gives it none, so that completions are of its own weights.
       reward_weights: One for each of rewards; null is 1 for all.
       reward_time_limit: Seconds for one call of a reward function.
       reward_processes: Processes that reward functions run in.
@@ -101,6 +104,7 @@ class GrpoConfig:
     max_turns: int = setting(8, least=1, most=1024)
     server: str | None = setting(None)
     server_model: str = setting("")
+    server_weights: str | None = setting(None)
     reward_weights: list[float] | None = setting(None)  # noqa: RUF009 - it gives a field
     reward_time_limit: float = setting(30.0, above=0, most=86_400)
     reward_processes: int = setting(2, least=1, most=1024)

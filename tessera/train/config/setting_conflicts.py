@@ -144,7 +144,7 @@ UNREAD: Final = (
         "grpo.reward_weights grpo.reward_time_limit grpo.reward_processes",
     ),
     Conflict("grpo.environment=null", "grpo.max_turns"),
-    Conflict("grpo.server=null", "grpo.server_model"),
+    Conflict("grpo.server=null", "grpo.server_model grpo.server_weights"),
 )
 # What axes would read that a mesh does not have.
 OF_AXES: Final = {

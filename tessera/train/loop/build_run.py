@@ -348,6 +348,13 @@ class Run:
             groups = data_parallel_groups(self.mesh.shape)
             whole = not self.model.frozen
             found.append(unusual_rate(self.config.optimizer, groups, trains_all=whole))
+        grpo = self.config.grpo
+        if grpo.server is not None and grpo.server_weights is None:
+            found.append(
+                "grpo.server keeps the weights that it was started with, and all "
+                "completions are of these; grpo.server_weights=sglang:/shared/policy "
+                "gives it those of the run before each rollout"
+            )
         length, config = training.sequence_length, self.config.model.config
         found.append((published or Published()).excess_length(length, config))
         return [text for text in found if text]

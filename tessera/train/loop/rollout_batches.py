@@ -24,6 +24,7 @@ from tessera.train.loop.reward_models import RewardModel
 from tessera.train.loop.run_folder import SAMPLES
 from tessera.train.loop.train_state import TrainState
 from tessera.train.loop.trajectory_writer import TrajectoryWriter, answer_of
+from tessera.train.models.families.published_files import Published
 from tessera.train.rewards.reward_names import parse_names
 from tessera.train.rewards.rewards import Rewards, Scores
 from tessera.train.rollouts.completions import RolloutStopped
@@ -87,6 +88,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
       columns: What it is given of each record.
       on_phase: Called with the phase that begins and the step's number.
       samples: The file that some completions are appended to; None keeps none.
+      published: What the run began with says beside its weights.
     """
 
     def __init__(
@@ -97,13 +99,14 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         columns: Sequence[str],
         on_phase: Callable[[str, int], None],
         samples: Path | None,
+        published: Published | None = None,
     ) -> None:
         self._run, self._corpus, self._rewards = run, corpus, rewards
         self._on_phase, self._samples = on_phase, samples
         self._settings = run.config.grpo
         self._columns = columns
         self._said = set[str]()
-        self._writer = TrajectoryWriter(run, corpus, columns)
+        self._writer = TrajectoryWriter(run, corpus, columns, published or Published())
 
     def __exit__(self, *_: object) -> None:
         if self._rewards is not None:
@@ -302,7 +305,11 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
 
 
 def open_rollouts(
-    run: Run, corpus: Corpus, on_phase: Callable[[str, int], None], folder: Path
+    run: Run,
+    corpus: Corpus,
+    on_phase: Callable[[str, int], None],
+    folder: Path,
+    published: Mapping[str, str],
 ) -> RolloutBatches | None:
     """Where the batches of a policy come from; None of other objectives.
 
@@ -311,6 +318,7 @@ def open_rollouts(
       corpus: Its data.
       on_phase: See ``RolloutBatches``.
       folder: Of the run; the first process alone writes there.
+      published: The files of the folder that the run began with.
 
     Raises:
       RewardError: [T720] a reward function cannot be used.
@@ -338,7 +346,9 @@ def open_rollouts(
             processes=settings.reward_processes,
         )
     samples = None if jax.process_index() else folder / SAMPLES
-    return RolloutBatches(run, corpus, rewards, columns, on_phase, samples)
+    return RolloutBatches(
+        *(run, corpus, rewards, columns, on_phase, samples), Published.parse(published)
+    )
 
 
 def _json(value: float) -> float | None:

@@ -266,7 +266,8 @@ def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> Non
             log.info("%s", line)
         corpus = _dry_data(run)
         if corpus is not None:  # reward functions, too, can be called
-            with open_rollouts(run, corpus, _no_phase, Path()) or nullcontext():
+            rollouts = open_rollouts(run, corpus, _no_phase, Path(), published)
+            with rollouts or nullcontext():
                 pass
         warnings = run.warnings(Published.parse(published))
         for line in (*warnings, *(corpus.warnings() if corpus else ())):

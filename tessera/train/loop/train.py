@@ -92,7 +92,7 @@ def train(
     messages += choice.check(run, corpus, composed.text)
     published = _published(composed, choice.checkpoint)
     enter = here.watchdog.enter
-    rollouts = open_rollouts(run, corpus, enter, choice.output_dir)
+    rollouts = open_rollouts(run, corpus, enter, choice.output_dir, published)
     folder, own, check = None, choice.own_step, lock.check
     make_compile_cache()
     if here.rank == 0:

@@ -16,11 +16,13 @@ from tessera.train.data.chat_template import Conversation
 from tessera.train.data.prompts import Prompt, PromptCorpus, stop_tokens
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.policy_sampler import policy_sampler, sampling_mesh
+from tessera.train.models.families.published_files import Published
 from tessera.train.rollouts.completions import Completion
 from tessera.train.rollouts.environments import Environments, load_environment
 from tessera.train.rollouts.openai_server import OpenAIServer, seeds_of
 from tessera.train.rollouts.resharding import moved_bytes
 from tessera.train.rollouts.sampler import Sampler
+from tessera.train.rollouts.server_weights import ServerWeights
 from tessera.train.rollouts.trajectories import Trajectory, run_turns
 
 
@@ -31,19 +33,27 @@ class TrajectoryWriter:
       run: The run.
       corpus: Its prompts.
       columns: What environments are made from.
+      published: What the run began with says beside its weights.
 
     Raises:
-      SettingValueError: [T502] there is no such environment.
-      SettingConflictError: [T507] it has no messages to answer.
+      SettingValueError: [T502] there is no such environment or kind of server.
+      SettingConflictError: [T507] an environment has no messages to answer, or a server
+        does not take the weights of the run.
       ServerError: [T721] there is no such server.
       TokenizerError: [T605] an environment needs a chat template.
     """
 
-    def __init__(self, run: Run, corpus: PromptCorpus, columns: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        corpus: PromptCorpus,
+        columns: Sequence[str],
+        published: Published,
+    ) -> None:
         self._run, self._settings = run, run.config.grpo
         tokenizer, name = corpus.tokenizer, run.config.data.tokenizer_name
         self._stops = tuple(stop_tokens(tokenizer, name, corpus.take(0, 1)))
-        self._environment, self._server = None, None
+        self._environment, self._server, self._weights = None, None, None
         self.notes = list[str]()
         """Lines for the log of the run."""
         if (environment := self._settings.environment) is not None:
@@ -57,7 +67,11 @@ class TrajectoryWriter:
                 f"{mesh.topology}, at most {format_bytes(moved.most)} to one device"
             )
         if (url := self._settings.server) is not None:
-            self._server = OpenAIServer(url, self._settings.server_model)
+            name, weights = self._settings.server_model, self._settings.server_weights
+            if weights is None:
+                self._server = OpenAIServer(url, name)
+            else:
+                self._weights = ServerWeights(weights, url, name, run.model, published)
 
     def write(
         self,
@@ -77,6 +91,8 @@ class TrajectoryWriter:
         Raises:
           RolloutStopped: ``should_continue`` said no.
         """
+        if self._weights is not None:
+            self._server = self._weights.send(params)
         complete = partial(self._complete, params, should_continue)
         ids = [prompt.ids.tolist() for prompt in prompts]
         if self._environment is not None:
@@ -95,9 +111,7 @@ class TrajectoryWriter:
             )
         return [
             Trajectory(
-                *(one.tokens, one.log_probs, np.ones(len(one.tokens), bool), one.ended),
-                reward=None,
-                messages=[],
+                one.tokens, one.log_probs, np.ones(len(one.tokens), bool), one.ended
             )
             for one in complete(ids, keys)
         ]

@@ -47,6 +47,7 @@ __all__ = (
     "import_weights",
     "rounded",
     "save_pretrained",
+    "stored_parameters",
 )
 
 # float32 represents every number of these exactly.
@@ -128,14 +129,18 @@ def save_pretrained(
 
 def _parameters(params: Tree, model: Model | None, dtype: Any) -> tuple[Layouts, Read]:
     """What is written of parameters: without stages, adapters in their weights."""
+    layouts, read = stored_parameters(params, model)
+    config = None if model is None else model.config
+    return merge_adapters(config, rounded(layouts, dtype), read)
+
+
+def stored_parameters(params: Tree, model: Model | None) -> tuple[Layouts, Read]:
+    """Parameters by name, as ``write_folder`` takes them: without stages."""
     arrays = _by_name(params if model is None else model.plain(params))
     layouts = {
         name: (np.dtype(array.dtype), array.shape) for name, array in arrays.items()
     }
-    config = None if model is None else model.config
-    return merge_adapters(
-        config, rounded(layouts, dtype), lambda name: np.asarray(arrays[name])
-    )
+    return layouts, lambda name: np.asarray(arrays[name])
 
 
 def rounded(layouts: Layouts, dtype: Any) -> Layouts:

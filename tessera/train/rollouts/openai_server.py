@@ -12,6 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from http.client import HTTPException
 from itertools import count
+from pathlib import Path
 from typing import Any, Final
 from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
 
@@ -24,6 +25,7 @@ from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.rollouts.completions import Completion
 
 _AT_ONCE: Final = 64  # requests
+_LOAD, _LOAD_ADAPTERS = "update_weights_from_disk", "load_lora_adapter"
 
 
 class _AnyStatus(HTTPErrorProcessor):
@@ -44,12 +46,10 @@ class OpenAIServer:
     asked again, at growing intervals. With several processes of JAX, the first asks.
     A key of the server is read from ``OPENAI_API_KEY``.
 
-    **The server has its own copy of the weights.** Nothing here gives it new ones:
-    load what ``tessera export`` wrote (vLLM: start ``vllm serve <folder>`` again;
-    SGLang: ``POST /update_weights_from_disk`` with ``model_path``). Completions of
-    older weights are off-policy. Their log-probabilities are the server's, so the
-    metric of the mismatch shows that, and importance weights correct it where they are
-    asked for.
+    **The server has its own copy of the weights**, which ``ServerWeights`` replaces.
+    Completions of older weights are off-policy. Their log-probabilities are the
+    server's, so the metric of the mismatch shows that, and importance weights correct
+    it where they are asked for.
 
     The same seed gives the same tokens only as far as the server computes a request in
     the same way in every batch (vLLM: ``VLLM_BATCH_INVARIANT=1``; SGLang:
@@ -60,6 +60,9 @@ class OpenAIServer:
       model: A name that it serves.
       timeout: Seconds that the server may be silent, and after which a completion is
         not asked for again.
+      weight_version: Of an SGLang server that is given weights: their version, which
+        each completion must have. Such a server takes the name of the folder that it
+        has loaded, so the name is not checked.
 
     Raises:
       ServerError: [T721] there is no such server, or it does not serve the model.
@@ -68,11 +71,12 @@ class OpenAIServer:
     url: str
     model: str
     timeout: float = 600.0
+    weight_version: str | None = None
 
     def __post_init__(self) -> None:
         def check(answer: Any) -> None:
             names = [served["id"] for served in answer["data"]]
-            if self.model not in names:
+            if self.model not in names and self.weight_version is None:
                 raise ValueError(did_you_mean(self.model, names))
 
         def find() -> dict[str, Any]:
@@ -127,7 +131,8 @@ class OpenAIServer:
         ]
 
         def work(body: Any) -> Any:
-            return self._ask("completions", partial(_read, body), body)
+            read = partial(_read, body, self.weight_version)
+            return self._ask("completions", read, body)
 
         def ask() -> list[Any]:
             likely = math.inf
@@ -143,8 +148,49 @@ class OpenAIServer:
             for ids, log_probs, ended in found["rows"]
         ]
 
-    def _ask(self, path: str, read: Callable[[Any], Any], body: Any = None) -> Any:
+    def load(self, folder: Path) -> None:
+        """Let an SGLang server load the weights of a folder, by whose name they go.
+
+        It forgets the keys and values of earlier weights.
+
+        Raises:
+          ServerError: [T721] it does not load them.
+        """
+
+        def check(answer: Any) -> None:
+            if answer["success"] is not True:
+                raise ValueError(answer["message"])
+
+        body = {"model_path": str(folder), "weight_version": folder.name}
+        self._ask(_LOAD, check, {**body, "flush_cache": True})
+
+    def load_adapters(self, folder: Path) -> None:
+        """Let a vLLM server load adapters, as a model of the folder's name.
+
+        Raises:
+          ServerError: [T721] it does not load them.
+        """
+        body = {"lora_name": folder.name, "lora_path": str(folder)}
+        self._ask(_LOAD_ADAPTERS, None, body)  # it answers with a text
+
+    def _ask(
+        self, path: str, read: Callable[[Any], Any] | None, body: Any = None
+    ) -> Any:
         """What is read of the server's answer; completions are asked for again."""
+        url, what = self.url.rstrip("/"), f"does not complete for {self.model!r}"
+        fix = (
+            "give the URL that ends with /v1 of a vLLM (from 0.10.2 on) or SGLang "
+            "server, and a name that it serves; see its log"
+        )
+        if path in (_LOAD, _LOAD_ADAPTERS):
+            what = "does not load the weights of the run"
+            fix = (
+                "start SGLang, or vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, "
+                "--enable-lora and --max-lora-rank, on the weights that the run began "
+                "with, where the folder has the same path; see its log"
+            )
+        if path == _LOAD:  # is no part of the OpenAI interface
+            url = url.removesuffix("/v1")
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -153,11 +199,11 @@ class OpenAIServer:
         for attempt in count():
             answer, is_busy = b"", False
             try:
-                request = Request(f"{self.url.rstrip('/')}/{path}", content, headers)
+                request = Request(f"{url}/{path}", content, headers)
                 with opener.open(request, timeout=self.timeout) as response:
                     answer = response.read()
                 if response.status == 200:
-                    return read(parse_json(answer, longest=2**28))
+                    return read and read(parse_json(answer, longest=2**28))
                 is_busy = response.status in (408, 429) or response.status >= 500
                 got = f"status {response.status}"
             except (OSError, HTTPException) as error:
@@ -165,13 +211,13 @@ class OpenAIServer:
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 got = f"{type(error).__name__}: {error}"
             wait, spent = min(2.0**attempt / 2, 30.0), time.monotonic() - start
-            if not is_busy or body is None or spent + wait > self.timeout:
+            is_last = path != "completions" or spent + wait > self.timeout
+            if not is_busy or is_last:
                 raise ServerError(
-                    f"the server {self.url} does not complete for {self.model!r}",
+                    f"the server {self.url} {what}",
                     got=f"{path}: {got}\n{answer[:300].decode(errors='replace')}\n"
                     f"attempt {attempt + 1}, after {spent:.1f} s",
-                    fix="give the URL that ends with /v1 of a vLLM (from 0.10.2 on) or "
-                    "SGLang server, and a name that it serves; see its log",
+                    fix=fix,
                 )
             time.sleep(wait)
 
@@ -200,7 +246,9 @@ def _likely(plain: float, answer: Any) -> float:
     return hot
 
 
-def _read(body: dict[str, Any], answer: Any) -> tuple[list[int], list[float], bool]:
+def _read(
+    body: dict[str, Any], version: str | None, answer: Any
+) -> tuple[list[int], list[float], bool]:
     """Tokens, log-probabilities, and whether a stop token ended them.
 
     Raises:
@@ -208,6 +256,8 @@ def _read(body: dict[str, Any], answer: Any) -> tuple[list[int], list[float], bo
       ValueError, TypeError, LookupError: It is not what was asked for.
     """
     (choice,), usage, prompt = answer["choices"], answer["usage"], body["prompt"]
+    if version is not None and version != (own := answer["metadata"]["weight_version"]):
+        raise ValueError(f"its weights are {own}, not {version}: has it started again?")
     reason, found = choice["finish_reason"], choice["logprobs"]
     if reason not in ("stop", "length"):
         raise ConnectionAbortedError(f"the server stopped: {reason}")

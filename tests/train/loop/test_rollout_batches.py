@@ -19,8 +19,10 @@ from tests.train.loop.post_training_runs import (
     digits,
     lines_of,
     policy_run,
+    train_policy,
     write_prompts,
 )
+from tests.train.rollouts.completion_server import serving, sglang
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +231,36 @@ def test_a_clip_range_has_nothing_to_do_where_a_rollout_is_used_once(prompts):
     assert note in policy_run(prompts, grpo={"clip_high": 0.3}).layout_notes()
     again = policy_run(prompts, grpo={"clip_high": 0.3, "passes": 2})
     assert note not in again.layout_notes()
+
+
+# --- servers
+
+
+def codes(text):
+    return sum(map(ord, text))
+
+
+def test_a_server_samples_with_the_weights_of_the_run(prompts, tmp_path):
+    """Those of each rollout, also of the first one after a resume."""
+
+    def loaded(name, *steps):
+        with serving() as server:
+            server.answer = sglang
+            given = {"server": server.url, "server_model": "tiny"}
+            given["server_weights"] = f"sglang:{tmp_path / 'policy'}"
+            for number in steps:
+                run = policy_run(prompts, grpo=given, steps=number)
+                train_policy(run, tmp_path / name, "auto", score=codes)
+        return [files["model.safetensors"] for _, files in server.loaded]
+
+    whole = loaded("whole", 3)
+    assert len({*whole}) == 4  # three steps, and the last validation
+    assert [*dict.fromkeys(loaded("parts", 2, 3))] == [*dict.fromkeys(whole)]
+
+
+def test_a_server_that_gets_no_weights_is_warned_of(prompts):
+    grpo = {"server": "http://localhost:9/v1", "server_weights": None}
+    text = "all completions are of these"
+    assert text in " ".join(policy_run(prompts, grpo=grpo).warnings())
+    grpo["server_weights"] = "sglang:/policy"
+    assert text not in " ".join(policy_run(prompts, grpo=grpo).warnings())

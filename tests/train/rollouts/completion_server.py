@@ -2,13 +2,15 @@
 """A server on loopback that completes prompts as vLLM and SGLang do.
 
 Its model has 8 tokens. The logits after a token are fixed, so log-probabilities are
-known; what it draws depends on the prompt and the seed alone.
+known; what it draws depends on the prompt and the seed alone. Weights that it is given
+change nothing but their name: in vLLM a new model, in SGLang the only one.
 """
 
 import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 
@@ -80,21 +82,30 @@ class Server:
         function of the handler.
       bodies: The requests for completions.
       headers: Of the last request.
+      names: Of the models that it serves.
+      version: Of SGLang's weights.
+      loaded: The folders of weights, with what was in each when it was loaded.
+      refusal: What is answered instead of loading weights: a status and JSON.
     """
 
     def __init__(self):
         self.answer, self.faults, self.bodies, self.headers = vllm, [], [], {}
-        self.url, self.lock = "", threading.Lock()
+        self.url, self.lock, self.names = "", threading.Lock(), ["tiny", "tiny-lora"]
+        self.version, self.loaded, self.refusal = "default", [], None
 
     def get(self, handler):
         self.headers = dict(handler.headers)
         if handler.path != "/v1/models":
             return reply(handler, 404, "<html>Not Found</html>")
-        return reply(handler, 200, {"data": [{"id": "tiny"}, {"id": "tiny-lora"}]})
+        return reply(handler, 200, {"data": [{"id": name} for name in self.names]})
 
     def post(self, handler):
         size = int(handler.headers["Content-Length"])
         body = json.loads(handler.rfile.read(size))
+        if handler.path != "/v1/completions":
+            return reply(handler, *self.load(handler.path, body))
+        if body["model"] not in self.names and self.answer is vllm:
+            return reply(handler, 404, {"error": {"message": "does not exist"}})
         with self.lock:
             self.bodies.append(body)
             fault = self.faults.pop(0) if self.faults else None
@@ -102,7 +113,38 @@ class Server:
             return fault(handler)
         if fault is not None:
             return reply(handler, fault, {"error": {"message": "not now"}})
-        return reply(handler, 200, self.answer(body))
+        answer = self.answer(body)
+        if self.answer is sglang:
+            answer["metadata"]["weight_version"] = self.version
+        return reply(handler, 200, answer)
+
+    def load(self, path, body):
+        """The status and the answer of a request to load weights.
+
+        Those of SGLang 0.5 (``http_server.py``, ``tokenizer_manager.py``) and of vLLM
+        0.14 (``openai/models/serving.py``).
+        """
+        if self.refusal is not None:
+            return self.refusal
+        if (path, self.answer) == ("/update_weights_from_disk", sglang):
+            folder = Path(body["model_path"])
+            if not body["flush_cache"] or not (folder / "config.json").is_file():
+                return 400, {"success": False, "message": "Failed to update weights"}
+            self.names, self.version = [str(folder)], body["weight_version"]
+            found = {"success": True, "message": "Succeeded to update model weights."}
+        elif (path, self.answer) == ("/v1/load_lora_adapter", vllm):
+            folder = Path(body["lora_path"])
+            if body["lora_name"] in self.names:  # whose keys and values it has
+                return 400, {"error": {"message": "has already been loaded"}}
+            if not (folder / "adapter_config.json").is_file():
+                return 404, {"error": {"message": "No adapter found"}}
+            self.names.append(body["lora_name"])
+            found = "Success: LoRA adapter added successfully."
+        else:
+            return 404, {"detail": "Not Found"}
+        files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+        self.loaded.append((folder, files))
+        return 200, found
 
 
 def reply(handler, status, answer):

@@ -31,6 +31,33 @@ except ServerError as error:
     found.append(error.code)
 print("FOUND", json.dumps([found, said, [os.getpid(), rank]]))
 """
+WEIGHTS = """
+from tempfile import TemporaryDirectory
+from tessera.mesh import Mesh
+from tessera.errors import ServerError
+from tessera.train.models import from_pretrained
+from tests.train.rollouts import test_server_weights as tests
+
+with tests.serving() as server, TemporaryDirectory() as folder:
+    server.answer = tests.sglang
+    # The second process does not reach it.
+    url = "http://127.0.0.1:9/v1" if rank else server.url
+    given = f"sglang:{folder}", url, "tiny", tests.MODEL, tests.Published()
+    weights = tests.ServerWeights(*given)
+    params = tests.drawn(tests.MODEL, 1, Mesh(("fsdp",), shape=(4,)))
+    assert not jax.tree.leaves(params)[0].is_fully_addressable
+    found = [weights.send(params).weight_version]
+    if rank == 0:
+        whole = tests.drawn(tests.MODEL, 1)
+        loaded = from_pretrained(server.loaded[0][0])[1]
+        jax.tree.map(np.testing.assert_array_equal, loaded, whole)
+    server.refusal = 400, {"success": False, "message": "no"}
+    try:
+        weights.send(params)
+    except ServerError as error:
+        found.append(error.code)
+print("FOUND", json.dumps(found))
+"""
 
 
 @pytest.mark.slow(reason="it starts two processes of JAX")
@@ -45,3 +72,11 @@ def test_all_processes_have_the_answers_and_the_errors_of_the_first():
     assert answers[2][:3] == [[], None, True]
     assert answers[2][3].startswith(f"raised ValueError ({process}, ")
     assert answers[3:] == ["T721"]
+
+
+@pytest.mark.slow(reason="it starts two processes of JAX")
+def test_the_first_sends_the_weights_of_all():
+    one, other = found_by_two(WEIGHTS)
+    assert one == other
+    assert one[0].startswith("tessera-policy-")
+    assert one[1:] == ["T721"]
