@@ -5,15 +5,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from http.client import HTTPException
 from itertools import count
-from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urljoin
 from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
 
 import jax
@@ -25,7 +25,6 @@ from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.rollouts.completions import Completion
 
 _AT_ONCE: Final = 64  # requests
-_LOAD, _LOAD_ADAPTERS = "update_weights_from_disk", "load_lora_adapter"
 
 
 class _AnyStatus(HTTPErrorProcessor):
@@ -148,49 +147,23 @@ class OpenAIServer:
             for ids, log_probs, ended in found["rows"]
         ]
 
-    def load(self, folder: Path) -> None:
-        """Let an SGLang server load the weights of a folder, by whose name they go.
+    def load(self, path: str, body: Mapping[str, Any]) -> None:
+        """Tell the server, once, to load weights.
 
-        It forgets the keys and values of earlier weights.
-
-        Raises:
-          ServerError: [T721] it does not load them.
-        """
-
-        def check(answer: Any) -> None:
-            if answer["success"] is not True:
-                raise ValueError(answer["message"])
-
-        body = {"model_path": str(folder), "weight_version": folder.name}
-        self._ask(_LOAD, check, {**body, "flush_cache": True})
-
-    def load_adapters(self, folder: Path) -> None:
-        """Let a vLLM server load adapters, as a model of the folder's name.
+        Args:
+          path: Of the request, below the URL.
+          body: Of the request. Whatever a status of 200 comes with is not read.
 
         Raises:
           ServerError: [T721] it does not load them.
         """
-        body = {"lora_name": folder.name, "lora_path": str(folder)}
-        self._ask(_LOAD_ADAPTERS, None, body)  # it answers with a text
+        self._ask(path, None, body)
 
     def _ask(
         self, path: str, read: Callable[[Any], Any] | None, body: Any = None
     ) -> Any:
         """What is read of the server's answer; completions are asked for again."""
-        url, what = self.url.rstrip("/"), f"does not complete for {self.model!r}"
-        fix = (
-            "give the URL that ends with /v1 of a vLLM (from 0.10.2 on) or SGLang "
-            "server, and a name that it serves; see its log"
-        )
-        if path in (_LOAD, _LOAD_ADAPTERS):
-            what = "does not load the weights of the run"
-            fix = (
-                "start SGLang, or vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, "
-                "--enable-lora and --max-lora-rank, on the weights that the run began "
-                "with, where the folder has the same path; see its log"
-            )
-        if path == _LOAD:  # is no part of the OpenAI interface
-            url = url.removesuffix("/v1")
+        url = urljoin(f"{self.url.rstrip('/')}/", path)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -199,7 +172,7 @@ class OpenAIServer:
         for attempt in count():
             answer, is_busy = b"", False
             try:
-                request = Request(f"{url}/{path}", content, headers)
+                request = Request(url, content, headers)
                 with opener.open(request, timeout=self.timeout) as response:
                     answer = response.read()
                 if response.status == 200:
@@ -214,10 +187,12 @@ class OpenAIServer:
             is_last = path != "completions" or spent + wait > self.timeout
             if not is_busy or is_last:
                 raise ServerError(
-                    f"the server {self.url} {what}",
+                    f"the server {self.url} does not serve {self.model!r} as asked",
                     got=f"{path}: {got}\n{answer[:300].decode(errors='replace')}\n"
                     f"attempt {attempt + 1}, after {spent:.1f} s",
-                    fix=fix,
+                    fix="give the URL that ends with /v1 of a vLLM (from 0.10.2 on) or "
+                    "SGLang server, a name that it serves, and a folder that it sees for "
+                    "its weights; see its log",
                 )
             time.sleep(wait)
 

@@ -20,7 +20,6 @@ from tessera.train.models.weights import stored_parameters
 from tessera.train.models.write_folder import write_adapters, write_folder
 from tessera.train.rollouts.openai_server import OpenAIServer
 
-_SGLANG, _VLLM = "sglang", "vllm"
 _NAME: Final = "tessera-policy-"
 
 
@@ -55,23 +54,23 @@ class ServerWeights:
     def __init__(
         self, setting: str, url: str, served: str, model: Model, published: Published
     ) -> None:
-        self._kind, _, folder = setting.partition(":")
-        if self._kind not in (_SGLANG, _VLLM) or not Path(folder).is_absolute():
+        kind, _, folder = setting.partition(":")
+        if kind not in ("sglang", "vllm") or not Path(folder).is_absolute():
             raise SettingValueError(
                 "grpo.server_weights needs a kind of server and a folder",
                 got=setting,
                 fix="write sglang:/shared/policy, or vllm:/shared/policy for adapters",
             )
         self._folder, self._model = Path(folder), model
+        self._is_vllm = kind == "vllm"
         trained = named_leaves(model.abstract()).keys() - model.frozen - model.adapters
-        if self._kind == _VLLM and (trained or not model.adapters):
+        if self._is_vllm and (trained or not model.adapters):
             raise SettingConflictError(
                 "a vLLM server takes new adapters, and no other weights",
                 got=f"grpo.server_weights={setting}, and the run trains "
                 f"{len(trained)} arrays that are no adapters",
                 fix="train adapters: model.lora.rank=16; or sample with SGLang",
             )
-        self._type = published.model_type
         self._values = published.config_values(model.config, {})
         whole, own = published.config.get("model_type"), self._values["model_type"]
         if whole not in (None, own):
@@ -80,7 +79,7 @@ class ServerWeights:
                 got=f"model_type = {whole!r}, and the run trains its {own!r}",
                 fix="begin with the weights of the text model, and serve that",
             )
-        version = "" if self._kind == _SGLANG else None
+        version = None if self._is_vllm else ""
         self._server = OpenAIServer(url, served, weight_version=version)
 
     def send(self, params: Tree) -> OpenAIServer:
@@ -93,7 +92,7 @@ class ServerWeights:
         """
         whole = jax.tree.map(_whole, params)
         name = broadcast_from_first(lambda: {"name": self._load(whole)})["name"]
-        if self._kind == _VLLM:
+        if self._is_vllm:
             return replace(self._server, model=name)
         return replace(self._server, weight_version=name)
 
@@ -109,24 +108,28 @@ class ServerWeights:
                 got=f"{folder}: {error}",
                 fix="name a folder with room in grpo.server_weights",
             ) from error
-        if self._kind == _VLLM:
-            self._server.load_adapters(folder)
+        if self._is_vllm:
+            body = {"lora_name": folder.name, "lora_path": str(folder)}
+            self._server.load("load_lora_adapter", body)
         else:
-            self._server.load(folder)
+            body = {"model_path": str(folder), "weight_version": folder.name}
+            # Not below /v1. Without the cache, no prompt has old keys and values.
+            path = "../update_weights_from_disk"
+            self._server.load(path, body | {"flush_cache": True})
         for other in self._folder.glob(f"{_NAME}*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
         return folder.name
 
     def _write(self, params: Tree, folder: Path) -> None:
-        config = self._model.config
+        config, values = self._model.config, self._values
         layouts, read = stored_parameters(params, self._model)
-        if self._kind == _VLLM:
-            own = self._type
-            write_adapters(folder, config, layouts, read, base=None, model_type=own)
+        if self._is_vllm:
+            kind = values["model_type"]
+            write_adapters(folder, config, layouts, read, base=None, model_type=kind)
         else:
             layouts, read = merge_adapters(config, layouts, read)
-            write_folder(folder, config, layouts, read, values=self._values)
+            write_folder(folder, config, layouts, read, values=values)
 
 
 def _whole(array: jax.Array) -> object:

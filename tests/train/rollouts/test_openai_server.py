@@ -173,7 +173,7 @@ def test_a_server_that_fails_for_ever_is_an_error_that_says_how_often(server):
     with pytest.raises(ServerError) as caught:
         complete(server, prompts=[[1]], seeds=[1], timeout=3.0)
     assert str(caught.value).startswith(
-        f"[T721] the server {server.url} does not complete for 'tiny'\n"
+        f"[T721] the server {server.url} does not serve 'tiny' as asked\n"
         "  got: completions: status 503\n"
         '  got: {"error": {"message": "not now"}}\n'
         "  got: attempt 3, after 1.5 s\n"
