@@ -191,8 +191,8 @@ class OpenAIServer:
                     got=f"{path}: {got}\n{answer[:300].decode(errors='replace')}\n"
                     f"attempt {attempt + 1}, after {spent:.1f} s",
                     fix="give the URL that ends with /v1 of a vLLM (from 0.10.2 on) or "
-                    "SGLang server, a name that it serves, and for weights a folder that "
-                    "it sees; see its log",
+                    "SGLang server, a name that it serves, and for weights a folder "
+                    "that it sees; see its log",
                 )
             time.sleep(wait)
 
