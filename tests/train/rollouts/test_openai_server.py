@@ -188,15 +188,6 @@ def test_a_server_that_is_silent_is_an_error_after_the_timeout(server):
     assert time.monotonic() - begin < 5
 
 
-def test_a_slow_server_is_waited_for(server):
-    def slow(body):
-        time.sleep(0.2)
-        return vllm(body)
-
-    server.answer = slow
-    assert len(complete(server)) == 5
-
-
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 422])
 def test_a_request_that_is_refused_is_not_repeated(server, status):
     server.faults = [status] * 99

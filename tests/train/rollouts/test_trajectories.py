@@ -75,6 +75,12 @@ def encoded(chat, text):
     return chat.tokenizer.encode_chat(text)[0].tolist()
 
 
+def talk(chat, *written, environment=None):
+    """The trajectory of one conversation, in which the model writes these turns."""
+    script, made = Script(chat.tokenizer, written), environment or Echo()
+    return run(chat, script, lambda _: made, turns("hi"))[0][0]
+
+
 # --- tokens
 
 
@@ -142,8 +148,7 @@ def test_invalid_utf8_and_spaces_that_a_template_trims_stay(chats):
     half = encoded(chat, "é")[:1]
     assert len(encoded(chat, "é")) == 2
     own = [*encoded(chat, "  a"), *half, *encoded(chat, " \n"), *end]
-    script = Script(chat.tokenizer, [own, end])
-    (found,), _ = run(chat, script, lambda _: Echo(), turns("hi"))
+    found = talk(chat, own, end)
     assert found.tokens[: len(own)].tolist() == own
     assert found.messages[0]["content"] == "  a\ufffd \n"
 
@@ -151,8 +156,7 @@ def test_invalid_utf8_and_spaces_that_a_template_trims_stay(chats):
 def test_thoughts_of_earlier_turns_stay_as_the_model_wrote_them(qwen):
     """Qwen 3's template leaves them out of what is before a user's message."""
     first = "<think>\nhm\n</think>\n\none<|im_end|>"
-    script = Script(qwen.tokenizer, [first, "two<|im_end|>"])
-    (found,), _ = run(qwen, script, lambda _: Echo(), turns("hi"))
+    found = talk(qwen, first, "two<|im_end|>")
     assert found.tokens[: len(encoded(qwen, first))].tolist() == encoded(qwen, first)
 
 
@@ -164,8 +168,7 @@ def test_the_results_of_several_tools_are_written_as_the_template_writes_them(qw
             _, reward, done = super().step(messages)
             return ([] if done else results), reward, done
 
-    script = Script(qwen.tokenizer, ["call<|im_end|>", "two<|im_end|>"])
-    (found,), _ = run(qwen, script, lambda _: Two(), turns("hi"))
+    found = talk(qwen, "call<|im_end|>", "two<|im_end|>", environment=Two())
     between = found.tokens[~found.is_own]
     expected = (
         "\n<|im_start|>user\n<tool_response>\n84\n</tool_response>"
@@ -176,8 +179,7 @@ def test_the_results_of_several_tools_are_written_as_the_template_writes_them(qw
 
 def test_an_end_that_is_not_the_templates_is_followed_by_the_whole_template(chats):
     chat = chats("gemma")
-    script = Script(chat.tokenizer, ["one<eos>", "two<end_of_turn>"])
-    (found,), _ = run(chat, script, lambda _: Echo(), turns("hi"))
+    found = talk(chat, "one<eos>", "two<end_of_turn>")
     text = f"one<eos><end_of_turn>{BETWEEN['gemma']}two<end_of_turn>"
     assert found.tokens.tolist() == encoded(chat, text)
     assert found.is_own.sum() == len(encoded(chat, "one<eos>two<end_of_turn>"))
@@ -214,8 +216,7 @@ def test_what_the_model_wrote_of_an_end_is_not_written_again(chats, kind):
         "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + "
         "'<|eot_id|>' }}{% else %}" + answer + "{% endif %}{% endfor %}{{ 'A:' }}",
     )
-    script = Script(chat.tokenizer, [own, "b<|eot_id|>"])
-    (found,), _ = run(chat, script, lambda _: Echo(), turns("hi"))
+    found = talk(chat, own, "b<|eot_id|>")
     between = found.tokens[~found.is_own].tolist()
     expected = encoded(chat, f"Q: echo {found.messages[0]['content']}<|eot_id|>A:")
     assert between[extra:] == expected, chat.tokenizer.decode(between)
@@ -224,33 +225,24 @@ def test_what_the_model_wrote_of_an_end_is_not_written_again(chats, kind):
 def test_a_template_that_leaves_out_what_a_tool_says_is_an_error(chats):
     """Else the model would be asked again as if nothing had been said."""
     chat = chats("qwen")  # which knows no tool
-    script = Script(chat.tokenizer, ["one<|im_end|>"])
     with pytest.raises(
         TokenizerError, match="my_folder does not write what comes"
     ) as caught:
-        run(chat, script, lambda _: Echo(role="tool"), turns("hi"))
+        talk(chat, "one<|im_end|>", environment=Echo(role="tool"))
     assert "roles tool" in str(caught.value)
 
 
 def test_a_template_that_writes_no_answer_or_two_is_an_error(chats):
     for text in ("{{ messages[0].content }}", "{{ messages }}{{ messages }}"):
         chat = chats("llama", "{{ bos_token }}" + text)
-        script = Script(chat.tokenizer, ["one<|eot_id|>"])
         with pytest.raises(TokenizerError, match="times the answer"):
-            run(chat, script, lambda _: Echo(), turns("hi"))
+            talk(chat, "one<|eot_id|>")
 
 
 def test_a_template_that_refuses_a_role_is_an_error_that_names_the_roles(chats):
-    chat = chats("gemma")
-    script = Script(chat.tokenizer, ["one<end_of_turn>"])
-
-    class Twice(Returns):
-        def step(self, messages):
-            said = [{"role": "user", "content": "x"}] * 2
-            return said, None, False
-
+    twice = Returns(([{"role": "user", "content": "x"}] * 2, None, False))
     with pytest.raises(OperandError, match="roles: user, assistant, user, user"):
-        run(chat, script, lambda _: Twice(None), turns("hi"))
+        talk(chats("gemma"), "one<end_of_turn>", environment=twice)
 
 
 def test_what_a_tool_says_may_be_written_as_json(chats):
@@ -258,8 +250,9 @@ def test_what_a_tool_says_may_be_written_as_json(chats):
     *rest, last = template_of("llama", marked=False).split(plain)
     source = plain.join(rest) + plain.replace("trim", "tojson") + last
     chat = chats("llama", source)
-    script = Script(chat.tokenizer, ['a"b<|eot_id|>', "two<|eot_id|>"])
-    (found,), _ = run(chat, script, lambda _: Echo(role="ipython"), turns("hi"))
+    found = talk(
+        chat, 'a"b<|eot_id|>', "two<|eot_id|>", environment=Echo(role="ipython")
+    )
     between = chat.tokenizer.decode(found.tokens[~found.is_own])
     assert 'ipython\n\n"echo a\\"b"assistant' in between
 
@@ -380,8 +373,7 @@ def test_a_turn_that_was_cut_is_seen_and_nothing_follows_it(chats):
 
 def test_an_empty_turn_is_a_turn(chats):
     chat = chats("llama")
-    script = Script(chat.tokenizer, ["<|eot_id|>", "a<|eot_id|>"])
-    (found,), _ = run(chat, script, lambda _: Echo(), turns("hi"))
+    found = talk(chat, "<|eot_id|>", "a<|eot_id|>")
     assert [one["content"] for one in found.messages] == ["", "echo ", "a"]
 
 
@@ -434,8 +426,7 @@ def test_what_users_return_for_numbers_and_no_messages_is_an_answer(
     chats, value, reward
 ):
     chat = chats("llama")
-    script = Script(chat.tokenizer, ["a<|eot_id|>"])
-    (found,), _ = run(chat, script, lambda _: Returns(value), turns("hi"))
+    found = talk(chat, "a<|eot_id|>", environment=Returns(value))
     assert (found.reward, found.failure) == (reward, "")
 
 
@@ -467,7 +458,6 @@ def test_a_failure_takes_back_the_rewards_of_earlier_turns(chats):
             return super().step(messages)
 
     chat = chats("llama")
-    script = Script(chat.tokenizer, ["a<|eot_id|>", "b<|eot_id|>"])
-    (found,), _ = run(chat, script, lambda _: Later(reward=1), turns("hi"))
+    found = talk(chat, "a<|eot_id|>", "b<|eot_id|>", environment=Later(reward=1))
     assert found.reward is None
     assert "later" in found.failure
