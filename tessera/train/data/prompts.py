@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``PromptCorpus``: prompts that a model answers, in the order of training."""
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tessera.train.data.batches import training_order, validation_order
 from tessera.train.data.chat_prompts import ChatPrompts
-from tessera.train.data.corpus import Corpus, load
-from tessera.train.data.data_config import DataConfig
+from tessera.train.data.corpus import Corpus
 from tessera.train.data.record_rows import Prompt
 from tessera.train.data.tokenization import Tokenizer, end_of_text
 
 
 @dataclass(frozen=True)
 class PromptCorpus(Corpus):
-    """Prompts, made by ``load_prompts``. As batches they are rows without targets.
+    """The corpus of ``data=prompts``. As batches they are rows without targets.
 
     Order, position and validation split are those of any corpus: ``take`` continues at
     a position with any number of prompts.
@@ -51,29 +49,8 @@ class PromptCorpus(Corpus):
         return [rows.prompt(index) for index in validation_order(len(rows), limit)]
 
 
-def load_prompts(
-    config: DataConfig, *, max_length: int, seed: int, vocab_size: int
-) -> PromptCorpus:
-    """Read and tokenize the prompts of a configuration.
-
-    Args:
-      config: The settings, of ``data=prompts``.
-      max_length: The most tokens of a prompt; longer ones are left out, which
-        ``PromptCorpus.warnings`` says.
-      seed: Determines the training order.
-      vocab_size: The model's vocabulary size.
-
-    Raises:
-      TesseraError: As ``load``.
-    """
-    corpus = load(config, sequence_length=max_length, seed=seed, vocab_size=vocab_size)
-    return PromptCorpus(**vars(corpus))
-
-
-def stop_tokens(
-    tokenizer: Tokenizer, name: str, prompts: Iterable[Prompt]
-) -> Collection[int]:
-    """The tokens that end an answer to some prompts.
+def stop_tokens(tokenizer: Tokenizer, name: str, prompt: Prompt) -> list[int]:
+    """The tokens that end an answer to a prompt, and to others like it.
 
     Of messages they are the tokenizer's ``eos_token`` and what the chat template writes
     after an answer, such as ``<end_of_turn>``; of a text what ends texts in training.
@@ -81,17 +58,13 @@ def stop_tokens(
     Args:
       tokenizer: The tokenizer.
       name: Its name, as ``data.tokenizer`` has it.
-      prompts: Those of one batch are enough, as the template is one.
+      prompt: The prompt.
 
     Raises:
       TokenizerError: [T605] there is no chat template.
       OperandError: [T401] the template does not accept an answer to the messages.
     """
-    ends, template = set[int | None](), None
-    for prompt in prompts:
-        if (chat := prompt.conversation) is None:
-            ends.add(end_of_text(tokenizer)[1])
-        else:
-            template = template or ChatPrompts(tokenizer, name)
-            ends |= template.ends(chat)
-    return sorted(end for end in ends if end is not None)
+    if (conversation := prompt.conversation) is not None:
+        return sorted(ChatPrompts(tokenizer, name).ends(conversation))
+    end = end_of_text(tokenizer)[1]
+    return [] if end is None else [end]

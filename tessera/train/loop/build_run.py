@@ -31,7 +31,7 @@ from tessera.train.config.setting_fields import raise_all
 from tessera.train.config.settings_checks import rollout_problems
 from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.data import Corpus, load
-from tessera.train.data.prompts import load_prompts
+from tessera.train.data.prompts import PromptCorpus
 from tessera.train.data.tokenization import tokenizer_fingerprint
 from tessera.train.data.vocabulary import check_tokens
 from tessera.train.files.hub import PREFIX
@@ -406,21 +406,17 @@ class Run:
           BatchSizeError: [T503] a batch cannot be divided over the processes.
         """
         training = self.config.training
-        if training.objective == POLICY:
-            prompts = load_prompts(
-                self.config.data,
-                max_length=self.config.longest_prompt,
-                seed=training.seed,
-                vocab_size=self.model.vocab_size,
-            )
-            self._check_prompt(prompts)
-            return prompts
+        is_policy, length = training.objective == POLICY, training.sequence_length
         corpus = load(
             self.config.data,
-            sequence_length=training.sequence_length,
+            sequence_length=self.config.longest_prompt if is_policy else length,
             seed=training.seed,
             vocab_size=self.model.vocab_size,
         )
+        if is_policy:
+            corpus = PromptCorpus(**vars(corpus))
+            self._check_prompt(corpus)
+            return corpus
         if training.objective == PREFERENCE:
             check_pairs(corpus, self.config.preference.loss)
         part = 0, 1

@@ -52,14 +52,15 @@ class TrajectoryWriter:
     ) -> None:
         self._run, self._settings = run, run.config.grpo
         tokenizer, name = corpus.tokenizer, run.config.data.tokenizer_name
-        self._stops = tuple(stop_tokens(tokenizer, name, corpus.take(0, 1)))
+        (first,) = corpus.take(0, 1)
+        self._stops = tuple(stop_tokens(tokenizer, name, first))
         self._environment, self._server, self._weights = None, None, None
         self.notes = list[str]()
         """Lines for the log of the run."""
         if (environment := self._settings.environment) is not None:
             self._environment = load_environment(environment, columns)
             self._chat = ChatPrompts(tokenizer, name)
-            _messages_of(corpus.take(0, 1)[0])
+            _messages_of(first)
         if (mesh := sampling_mesh(run)) is not run.mesh:
             moved = moved_bytes(run.model, run.mesh, mesh)
             self.notes.append(

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import BadRecordError, DataChangedError, EmptyDataError
-from tessera.train.data import DataConfig, shards
+from tessera.train.data import DataConfig, load, shards
 from tessera.train.data.cursor import Cursor
-from tessera.train.data.prompts import load_prompts, stop_tokens
+from tessera.train.data.prompts import PromptCorpus, stop_tokens
 from tessera.train.data.record_values import json_columns
 from tests.train.data.chat_folders import turns, write_folder
 
@@ -30,7 +30,8 @@ def prompts(path, *, max_length=64, seed=0, vocab_size=400, **settings):
     config = DataConfig(
         **{"name": "prompts", "path": str(path), "validation_fraction": 0} | settings
     )
-    return load_prompts(config, max_length=max_length, seed=seed, vocab_size=vocab_size)
+    sizes = {"sequence_length": max_length, "vocab_size": vocab_size}
+    return PromptCorpus(**vars(load(config, seed=seed, **sizes)))
 
 
 RECORDS = [
@@ -47,7 +48,7 @@ def test_a_prompt_has_its_tokens_and_the_other_columns(tmp_path):
         assert prompt.ids.tolist() == [BEGIN, *record["prompt"].encode()]
         assert {**prompt.columns, "prompt": prompt.content} == record
         assert prompt.conversation is None
-    assert stop_tokens(made.tokenizer, "bytes", found) == [BEGIN]
+    assert stop_tokens(made.tokenizer, "bytes", found[0]) == [BEGIN]
     (source,) = made.sources
     assert source.train_rows.stream.num_documents == 40
     assert source.train_rows.stream.num_tokens == sum(p.ids.size for p in found)
@@ -220,7 +221,7 @@ def test_messages_have_the_beginning_of_an_answer(tmp_path, family):
         "llama": ["<|eot_id|>"],
         "qwen": ["<|im_end|>"],
     }[family]
-    found = stop_tokens(made.tokenizer, str(folder), [prompt])
+    found = stop_tokens(made.tokenizer, str(folder), prompt)
     assert found == sorted(names[name] for name in ends)
 
 
