@@ -33,6 +33,7 @@ from tessera.train.config.run_config import (
 )
 from tessera.train.config.setting_fields import Conflict, as_yaml, broken
 from tessera.train.loop.precision import Precision
+from tessera.train.rewards.reward_names import names_model
 
 Sizes: TypeAlias = Mapping[str, int]
 
@@ -245,6 +246,10 @@ def _unread(config: Config, sizes: Sizes | None) -> Iterator[Conflict]:
             "training.max_skipped_steps",
             ": the bound is the smallest loss scale",
         )
+    if config.rewards and all(map(names_model, config.rewards)):
+        unread = "grpo.reward_time_limit grpo.reward_processes"
+        rewards = f"rewards={as_yaml(config.rewards)}"
+        yield Conflict(rewards, unread, ": models score on the mesh")
     axes = MESH_AXES if sizes is None else sizes
     for axis, settings in OF_AXES.items():
         if axis not in axes:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from tessera.analysis.inspection import inspect
+from tessera.analysis.memory import format_bytes
 from tessera.errors import TesseraError
 from tessera.foundations.tree import Tree
 from tessera.graph.function import Function
@@ -86,6 +88,8 @@ class RewardModel:
         self._padding = special.get("pad_token", special.get("eos_token"))
         if reads_messages:
             _ = self._chat
+        if run.config.training.dry_run:
+            self._log_size()
         # No mesh changes the rows of a step, nor those of a fixed order.
         is_fast = self._step.fixed_order is None
         micro = run.config.rows_per_microbatch(run.mesh.shape)
@@ -173,8 +177,21 @@ class RewardModel:
         rows = np.asarray(scores)[0]
         return [float(rows[i, ids.size - 1]) for i, ids in enumerate(texts)]
 
+    def _log_size(self) -> None:
+        def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            at = NamedSharding(self._mesh.compile_mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, self._dtype, sharding=at)
+
+        model = self._step.model
+        held = inspect(jax.tree.map(placed, model.abstract(), self._layouts))
+        log.info(
+            f"the reward model {self._name} has {model.num_params:,} parameters, "
+            f"{format_bytes(held.local_nbytes)} per device beside the state"
+        )
+
     @cached_property
     def _params(self) -> Tree:
+        self._log_size()
         given = self._folder, self._step.model, self._mesh
         return import_weights(*given, layouts=self._layouts, dtype=self._dtype)
 

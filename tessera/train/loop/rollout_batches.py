@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -25,7 +26,6 @@ from tessera.train.loop.run_folder import SAMPLES
 from tessera.train.loop.train_state import TrainState
 from tessera.train.loop.trajectory_writer import TrajectoryWriter, answer_of
 from tessera.train.models.families.published_files import Published
-from tessera.train.rewards.reward_names import parse_names
 from tessera.train.rewards.rewards import Rewards, Scores
 from tessera.train.rollouts.completions import RolloutStopped
 from tessera.train.rollouts.rollout import Rollout, learned_rows, rows_of
@@ -332,16 +332,11 @@ def open_rollouts(
     rewards = None
     if names:
         has_messages = not isinstance(corpus.take(0, 1)[0].content, str)
-        models = {
-            name.text: RewardModel(run, name.text, reads_messages=has_messages)
-            for name in parse_names(names)
-            if name.is_model
-        }
         rewards = Rewards(
             names,
             settings.reward_weights,
             columns=(*columns, "completion_ids"),
-            models=models,
+            open_model=partial(RewardModel, run, reads_messages=has_messages),
             time_limit=settings.reward_time_limit,
             processes=settings.reward_processes,
         )

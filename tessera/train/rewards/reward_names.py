@@ -12,8 +12,6 @@ from tessera.errors import RewardError
 from tessera.train.files.hub import PREFIX, HubName
 
 _NAME: Final = re.compile(r"(?:([\w.]+):)?([\w.]+)(\(.*\))?", re.DOTALL)
-# A folder or a name of the Hub has a slash, as in ``model=``.
-_MODEL: Final = re.compile(r"[^:()]*/[^:()]*")
 
 
 class RewardName(NamedTuple):
@@ -61,7 +59,7 @@ def parse_names(texts: Sequence[str]) -> list[RewardName]:
             if match is not None:
                 module, function = match[1] or "", match[2]
                 settings = _settings(f"f{match[3] or '()'}")
-            elif not _MODEL.fullmatch(text.removeprefix(PREFIX)):
+            elif not names_model(text):
                 raise ValueError("it is neither module:function nor a known name")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise RewardError(
@@ -76,6 +74,11 @@ def parse_names(texts: Sequence[str]) -> list[RewardName]:
         label += f"_{count[label]}" if count[label] > 1 else ""
         names.append(RewardName(text, label, module, function, settings))
     return names
+
+
+def names_model(text: str) -> bool:
+    """Whether a text is a folder or a name of the Hub: it has a slash."""
+    return re.fullmatch(r"[^:()]*/[^:()]*", text.removeprefix(PREFIX)) is not None
 
 
 def _name_of_model(text: str) -> str:

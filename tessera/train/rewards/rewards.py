@@ -69,6 +69,14 @@ class Scores:
         )
 
 
+def _no_run(name: str) -> ModelReward:
+    raise RewardError(
+        "a reward by a model needs the mesh of a run",
+        got=name,
+        fix="name it on the command line of a run: rewards=[./model]",
+    )
+
+
 class Rewards(AbstractContextManager["Rewards"]):
     """Reward functions in processes that are not this one; a context manager.
 
@@ -94,13 +102,14 @@ class Rewards(AbstractContextManager["Rewards"]):
       weights: One for each name; None is 1 for each.
       columns: What ``score`` will be given beside prompts and completions: columns of
         the records, and ``completion_ids``, the tokens, as TRL calls them.
-      models: What scores for each name of a model. All processes of JAX take part in
-        it, and have the same outcomes.
+      open_model: Makes what scores of the name of a model. All processes of JAX take
+        part in scoring, and have the same outcomes.
       time_limit: Seconds that a call may take.
       processes: How many calls run at a time, on each host.
 
     Raises:
-      RewardError: [T720] a name, weight or function cannot be used.
+      RewardError: [T720] a name, weight or function cannot be used; or there is no
+        run for a model.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class Rewards(AbstractContextManager["Rewards"]):
         weights: Sequence[float] | None = None,
         *,
         columns: Sequence[str] = (),
-        models: Mapping[str, ModelReward] | None = None,
+        open_model: Callable[[str], ModelReward] = _no_run,
         time_limit: float = 30.0,
         processes: int = 4,
     ) -> None:
@@ -125,24 +134,19 @@ class Rewards(AbstractContextManager["Rewards"]):
             )
         self.names = tuple(name.label for name in parsed)
         self._columns, self._time_limit = tuple(columns), time_limit
-        # By their columns, as models and functions may be in any order.
-        given, self._models = models or {}, dict[int, ModelReward]()
-        for k, name in enumerate(parsed):
-            if name.is_model and name.text not in given:
-                raise RewardError(
-                    "a reward by a model needs the mesh of a run",
-                    got=name.text,
-                    fix="name it on the command line of a run: rewards=[./model]",
-                )
-            if name.is_model:
-                self._models[k] = given[name.text]
-        self._functions = [k for k in range(len(parsed)) if k not in self._models]
+        # Their columns, as functions and models may be in any order.
+        self._functions = [k for k, name in enumerate(parsed) if not name.is_model]
         own = [parsed[k] for k in self._functions]
         self._threads = ThreadPoolExecutor(processes, "rewards")
         self._all = [RewardProcess(own, self._columns) for _ in range(processes)]
         try:
             if own:
                 self._all[0].start()
+            self._models = {
+                k: open_model(name.text)
+                for k, name in enumerate(parsed)
+                if name.is_model
+            }
         except BaseException:
             self.close()
             raise

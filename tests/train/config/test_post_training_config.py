@@ -62,10 +62,15 @@ def test_an_objective_has_data_and_rewards_of_its_own(words, fix):
         (*REWARDED, "grpo.kl_estimator=k1"),
         (*REWARDED, "training.eval_only=true"),
         (*PROMPTS, "grpo.environment=my:Game", "grpo.reward_weights=[2.0]"),
+        (*PROMPTS, "rewards=[./rm]", "grpo.reward_time_limit=9"),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(words):
     assert error_of(*words).code == "T507"
+
+
+def test_a_function_beside_a_model_has_a_time_limit():
+    assert composed(*PROMPTS, "rewards=[./rm,exact]", "grpo.reward_time_limit=9")
 
 
 def test_groups_fill_the_steps_of_a_rollout():

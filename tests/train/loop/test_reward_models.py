@@ -3,20 +3,30 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tessera.errors import ModelFolderError, TokenizerError, WeightFileError
+from tessera.train.data.cursor import Cursor
 from tessera.train.data.tokenization import load_tokenizer
+from tessera.train.loop.build_run import Run
+from tessera.train.loop.position import Position
 from tessera.train.loop.reward_models import RewardModel
+from tessera.train.loop.rollout_batches import open_rollouts
+from tessera.train.loop.train import run
 from tessera.train.models.classifier_folder import ClassifierFolder
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.weights import import_weights
+from tests.train.config.command_lines import run_from_command_line
 from tests.train.data.chat_folders import turns
 from tests.train.loop.post_training_runs import (
     ONE,
     TWO_BY_TWO,
+    ScriptedSampler,
+    lines_of,
     policy_run,
     write_prompts,
 )
@@ -25,6 +35,7 @@ from tests.train.models.classifier_folders import (
     SCORE,
     write_classifier,
 )
+from tests.two_processes import found_by_two
 
 # Of one to 63 tokens, in other orders than their lengths; and of more than 64.
 TEXTS = ["hello", "", "he" * 30, "a<eos>", "\n", "all? " * 20, "é😀", "b", "hello all"]
@@ -171,3 +182,105 @@ def test_what_cannot_score_is_refused_before_it_is_loaded(
     (folder / change).unlink(missing_ok=True)
     with pytest.raises(error, match=message):
         RewardModel(policy_run(data), str(folder), reads_messages=True)
+
+
+# --- in runs
+
+
+def test_a_rollout_has_the_rewards_of_its_model_beside_those_of_functions(
+    data, folder, on_one, tmp_path
+):
+    begun, file = policy_run(data), tmp_path / "samples.jsonl"
+    names = ["regex(pattern='1')", str(folder)]
+    weighted = replace(begun.config.grpo, reward_weights=[10.0, 1.0])
+    config = replace(begun.config, rewards=names, grpo=weighted)
+    begun, corpus = Run(config, begun.mesh), begun.load_data()
+    source = open_rollouts(begun, corpus, lambda phase, step: None, tmp_path)
+    assert source is not None
+    sampler = ScriptedSampler(
+        lambda number, prompt: [48 + number, 65, 66][: number + 1]
+    )
+    vars(vars(source)["_writer"])["_sampler"] = sampler
+    state: Any = SimpleNamespace(params=None, reference=None)
+    position = Position(0, state, Cursor.start(corpus))
+    with source:
+        given = next(source.batches(lambda: position, lambda: None))
+    lines = lines_of(file)
+    expected = on_one(
+        [one["prompt"] for one in lines], [one["completion"] for one in lines]
+    )
+    found = [one["rewards"]["gemma"] for one in lines]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert len({*found}) == len(lines) == 8
+    totals = [one["reward"] - 10 * one["rewards"]["regex"] for one in lines]
+    np.testing.assert_allclose(totals, found, rtol=1e-6, atol=1e-6)
+    assert given.numbers["reward/gemma"] == pytest.approx(np.mean(found))
+    assert [one["rewards"]["regex"] for one in lines] == [0, 1, *[0] * 6]
+
+
+GRPO = (
+    *("recipe=grpo", "model=tiny", "model.num_layers=2", "model.d_model=32"),
+    *("data=prompts", "data.validation_fraction=0.1", "training.steps=3"),
+    *("training.sequence_length=24", "training.report=false", "grpo.group_size=4"),
+    *("training.global_batch_size=8", "grpo.max_completion=6", "optimizer=sgd"),
+    *("training.numerics=deterministic", "training.reduction_parts=4"),
+    *("training.mixed_precision=f32", "optimizer.learning_rate=0.5"),
+)
+
+
+@pytest.mark.full
+def test_a_run_learns_from_a_model_alike_on_every_mesh(data, folder, tmp_path):
+    curves = []
+    for name, mesh, rows in (
+        ("one", "[[1],[fsdp]]", 2),
+        ("two", "[[2,2],[fsdp,tp]]", 2),
+    ):
+        words = (f"model.mesh_shape={mesh}", f"training.micro_batch_size={rows}")
+        rewards = f"rewards=[exact,{folder}]", "grpo.reward_weights=[0.5,1.0]"
+        place = f"data.path={data}", f"hydra.run.dir={tmp_path / name}"
+        words = [*GRPO, *words, *rewards, *place]
+        assert run_from_command_line(run, words) == 0
+        lines = lines_of(tmp_path / name / "metrics.jsonl")
+        steps = [line for line in lines if "reward/gemma" in line]
+        curves.append([(one["reward/gemma"], one["loss"]) for one in steps])
+    assert len(curves[0]) == 3
+    assert curves[0] == curves[1]
+    assert np.isfinite(curves[0]).all()
+
+
+@pytest.mark.full
+def test_a_dry_run_says_how_much_memory_a_model_takes(data, folder, tmp_path, capsys):
+    words = f"data.path={data}", f"rewards=[{folder}]", "training.dry_run=true"
+    mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]", "training.micro_batch_size=2"
+    assert run_from_command_line(run, [*GRPO, *words, *mesh]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "has 10,344 parameters, 10.6 KiB per device beside the state" in shown
+
+
+PROGRAM = """
+from tests.train.loop.post_training_runs import TWO_BY_TWO, policy_run
+from tessera.train.loop.reward_models import RewardModel
+
+run = policy_run({data!r}, TWO_BY_TWO)
+model = RewardModel(run, {folder!r}, reads_messages=False)
+print("FOUND", json.dumps(model({prompts!r}, {texts!r})))
+"""
+
+
+@pytest.mark.slow(reason="it starts two processes of JAX")
+def test_two_processes_score_together_and_have_all_scores(data, folder, scores):
+    given = {"prompts": PROMPTS[:5], "texts": [*TEXTS[:4], "x" * 300]}
+    program = PROGRAM.format(data=str(data), folder=str(folder), **given)
+    one, other = found_by_two(program)
+    assert one == other
+    np.testing.assert_allclose(one[:4], scores[:4], rtol=1e-5, atol=1e-6)
+    assert one[4].startswith("does not read texts of any length")
+
+
+@pytest.mark.slow(reason="it composes a run")
+def test_a_dry_run_refuses_what_cannot_score(data, folder, tmp_path, capsys):
+    values = {**CLASSIFIER, "architectures": ["Gemma3ForCausalLM"]}
+    causal = write_classifier(tmp_path / "causal", values)
+    words = f"data.path={data}", f"rewards=[{causal}]", "training.dry_run=true"
+    assert run_from_command_line(run, [*GRPO, *words]) != 0
+    assert "is no sequence classifier" in capsys.readouterr().err

@@ -121,7 +121,8 @@ def test_models_and_functions_have_their_own_columns_in_any_order():
 
     names = ["./first", *own("number"), "org/second", *own("judges_digits")]
     models = {"org/second": model(20.0), "./first": model(10.0)}
-    with Rewards(names, [1, 10, 100, 1000], models=models, processes=2) as rewards:
+    weights, given = [1, 10, 100, 1000], models.__getitem__
+    with Rewards(names, weights, open_model=given, processes=2) as rewards:
         found = rewards.score(["0"] * 3, ["1", "-2", "30"], {})
     assert found.names == ("first", "number", "second", "judges_digits")
     expected = [[11, 1, 21, 1], [12, -2, 22, NAN], [12, 30, 22, 30]]
@@ -134,7 +135,7 @@ def test_a_model_alone_starts_no_process_and_says_what_it_cannot_score():
     def model(prompts, completions):
         return [0.5, None, "gave no number (nan)", "gave no number (inf)"]
 
-    with Rewards(["./rm"], models={"./rm": model}) as rewards:
+    with Rewards(["./rm"], open_model={"./rm": model}.__getitem__) as rewards:
         found = rewards.score([""] * 4, [""] * 4, {})
         assert rewards._all[0]._worker is None
     np.testing.assert_array_equal(found.total, [0.5, NAN, NAN, NAN])
@@ -142,8 +143,25 @@ def test_a_model_alone_starts_no_process_and_says_what_it_cannot_score():
     assert found.notes == (note,)
 
 
+def test_a_model_is_opened_last_and_what_was_started_before_ends():
+    opened = []
+
+    def open_model(name):
+        opened.append(name)
+        raise RewardError("no", got="no", fix="no")
+
+    with pytest.raises(RewardError, match="each reward needs a weight"):
+        Rewards(["./rm"], [1, 2], open_model=open_model)
+    with pytest.raises(RewardError, match="'exact' cannot be used"):
+        Rewards(["./rm", "exact"], open_model=open_model)
+    assert opened == []
+    with pytest.raises(RewardError, match="no"):
+        Rewards(["./rm", *own("process")], open_model=open_model, processes=1)
+    assert opened == ["./rm"]
+
+
 def test_a_model_needs_a_run():
-    assert "a reward by a model needs the mesh of a run" in refusal("./rm", "exact")
+    assert "a reward by a model needs the mesh of a run" in refusal("exact", "./rm")
 
 
 # --- how functions are called
