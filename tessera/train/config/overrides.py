@@ -30,6 +30,7 @@ RUN_DIR: Final = "hydra.run.dir"
 _FORMS: Final = {
     "model.mesh_shape": "write sizes and axes: 'model.mesh_shape=[[4,2],[fsdp,tp]]'"
 }
+_CALLS: Final = """quote what has parentheses: 'rewards=[exact,"length(most=200)"]'"""
 _SWEEPING: Final = re.compile(r"hydra[./](sweep|launcher|sweeper)\b")
 
 
@@ -54,6 +55,7 @@ def parse(text: str, *, is_sweep: bool = False) -> Override:
             "an argument is not an override",
             got=f"{_short(text)}: {_first_line(error)}",
             fix=instead_of_word(text)
+            or (_CALLS if "Unknown function" in str(error) else "")
             or "write group.setting=value; put quotes around text with special "
             "characters, and others around those for the shell: "
             "\"group.setting='a b'\"",
@@ -135,11 +137,13 @@ def assign(
         # Lists in lists in lists are recursion to OmegaConf.
         except (OmegaConfBaseException, RecursionError) as error:
             is_whole = isinstance(value, float) and value.is_integer()
+            is_one = isinstance(value, str) and "not a ListConfig" in str(error)
             yield SettingValueError(
                 f"{key} does not take this value",
                 got=f"{text}: {_first_line(error)}",
                 fix=_FORMS.get(key)
                 or (f"write {key}={value:.0f}" if is_whole else "")
+                or (f"write '{key}=[{value}]'" if is_one else "")
                 or "give a value of the type that --help shows, or set one setting at "
                 "a time",
             )

@@ -86,7 +86,8 @@ def _hint(key: str, depth: int, known: Sequence[str], paths: Sequence[str]) -> s
     """What to write for a key; the arguments are those of ``no_setting``."""
     *before, part = key.split(".")[: depth + 1]
     group, _, last = key.rpartition(".")
-    if (to := other_names("settings").get(last)) is not None:
+    hints = other_names("settings")
+    if (to := hints.get(key) or hints.get(last)) is not None:
         return to
     # Of two that are equally near, the one of the same group.
     paths = sorted(paths, key=lambda path: path.rpartition(".")[0] != group)

@@ -122,6 +122,21 @@ def test_an_optimizer_takes_its_own_settings_only():
             "a time\n",
         ),
         (
+            "rewards=exact",
+            "[T502] rewards does not take this value\n"
+            "  got: rewards=exact: Invalid value assigned: str is not a ListConfig, "
+            "list or tuple.\n"
+            "  fix: write 'rewards=[exact]'\n",
+        ),
+        (
+            "rewards=[exact,length(most=200)]",
+            "[T502] an argument is not an override\n"
+            "  got: rewards=[exact,length(most=200)]: HydraException while evaluating "
+            "'length(most=200)': Unknown function 'length'\n"
+            "  fix: quote what has parentheses: "
+            "'rewards=[exact,\"length(most=200)\"]'\n",
+        ),
+        (
             "training=null",
             "[T502] training does not take this value\n"
             "  got: training=null: field 'training' is not Optional\n"
