@@ -97,7 +97,13 @@ def _bound(name: RewardName, columns: Sequence[str]) -> Callable[..., Any]:
     """
     known, needed, settings = [*_OWN, *columns], list[str](), name.settings
     if name.module:
-        function = attrgetter(name.function)(import_user_module(name.module))
+        module, top = import_user_module(name.module), name.function.partition(".")[0]
+        if not hasattr(module, top):
+            has = [each for each in vars(module) if callable(vars(module)[each])]
+            raise _UnusableError(
+                f"{name.module} has no {top}: {did_you_mean(top, has)}"
+            )
+        function = attrgetter(name.function)(module)
     elif name.function in library.NAMES:
         # It makes the function that is called: no column takes the place of a setting.
         make = getattr(library, name.function)

@@ -325,7 +325,10 @@ def refusal(*names, weights=None, columns=("answer",)) -> str:
     ("name", "text"),
     [
         ("no_such_module:f", "No module named 'no_such_module'"),
-        (f"{MODULE}:no_such", "has no attribute 'no_such'"),
+        (
+            f"{MODULE}:corect",
+            f"{MODULE} has no corect: did you mean 'correct'? Known: ",
+        ),
         (f"{MODULE}:no_function", "is not a callable object"),
         (f"{MODULE}:trl", "it takes completions, answer, completion_ids, and the"),
         (
