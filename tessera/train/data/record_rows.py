@@ -132,6 +132,11 @@ class PromptRows(WholeRows):
         columns = json.loads(content.astype(np.uint8).tobytes())
         return Prompt(ids.astype(np.int32), columns.pop(next(iter(columns))), columns)
 
+    @property
+    def length_of_all(self) -> int:
+        """The room of the longest, of which the rows of a step are made."""
+        return self.longest
+
     def _window(self, index: int) -> TokenArrays:
         ids = np.append(self.prompt(index).ids, np.int32(0))  # which is no position
         return TokenArrays(ids, np.zeros(1, np.int64), np.zeros(ids.size, bool))

@@ -114,7 +114,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
     assert not prompts(path, max_length=21).warnings()
     with pytest.raises(EmptyDataError, match="the longest has 21") as caught:
         prompts(path, max_length=2)
-    assert caught.value.fix.endswith(", or raise training.sequence_length by 126")
+    assert caught.value.fix.endswith(", or raise training.sequence_length by 19")
 
 
 def test_the_split_is_that_of_texts(tmp_path):
