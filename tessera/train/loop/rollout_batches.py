@@ -33,6 +33,7 @@ from tessera.train.rollouts.trajectories import Trajectory
 
 # Completions of a rollout that are kept to be read.
 _KEPT: Final = 16
+_NOTHING: Final = "the rewards of each group are equal: nothing to learn"
 # Folded into the keys of evaluations, which are the same after each step.
 _VALIDATION: Final = 2**31 - 1
 
@@ -191,6 +192,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         groups = rollout.arrays["advantages"][:, 0].reshape(-1, size)
         varies = (groups != 0).any(axis=1)
         seconds, judged = written.seconds, total[~is_missing]
+        if judged.size and not varies.any():
+            self._warn_once(at.step + 1, _NOTHING)
         tokens = sum(t.is_own.sum() for t in written.trajectories)
         return rollout, written.numbers() | {
             "reward_std": float(np.std(judged)) if judged.size else float("nan"),
@@ -199,6 +202,12 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             "reward_seconds": seconds["reward"],
             "rollout_tokens_per_second": float(tokens / seconds["rollout"]),
         }
+
+    def _warn_once(self, step: int, note: str) -> None:
+        """Log what has not been said yet, whatever its parentheses say."""
+        if (kind := note.partition(" (")[0]) not in self._said:
+            log.warning("step %d: %s", step, note)
+            self._said.add(kind)
 
     def _keys(self, first: int, count: int, size: int = 1) -> jax.Array:
         """The random key of each completion, by the numbers of its prompt and its own.
@@ -248,10 +257,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             scores = scores.joined("environment", of_environment)
         failures = [f"the environment {t.failure}" for t in trajectories if t.failure]
         for note in (*scores.notes, *failures):
-            kind = note.partition(" (")[0]
-            if kind not in self._said:  # the metric reward_missing counts the others
-                log.warning("step %d: %s", step, note)
-                self._said.add(kind)
+            self._warn_once(step, note)  # the metric reward_missing counts the others
         if scores.is_missing.all():
             log.warning("step %d: no completion has a reward", step)
         seconds = {"rollout": middle - begin, "reward": perf_counter() - middle}

@@ -143,8 +143,14 @@ def test_without_any_reward_there_is_nothing_to_learn(prompts, caplog):
     assert given.numbers["reward_missing"] == 1
 
 
-def test_a_group_without_variance_has_no_advantage(prompts):
-    batch, given = Loop(policy_run(prompts), score=lambda text: 0.7).step()
+def test_a_group_without_variance_has_no_advantage_and_a_run_says_so_once(
+    prompts, caplog
+):
+    loop = Loop(policy_run(prompts), score=lambda text: 0.7)
+    batch, given = loop.step()
+    loop.step()
+    said = "the rewards of each group are equal: nothing to learn"
+    assert caplog.messages == ["step 1: a note", f"step 1: {said}"]
     assert not batch["advantages"].any()
     assert (batch["weights"][:, 0] > 0).all()
     assert given.numbers["groups_without_variance"] == 1
