@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
@@ -125,10 +124,9 @@ def throughput(
                 rates = [ROWS * TOKENS / each for each in own]
                 pairs = zip(own, seconds["tessera"], strict=True)
                 row = {"who": name, "drawn": "sampled" if sample else "greedy"}
-                row["tokens/s"] = _spread(rates)
-                rows.append(
-                    row | {"times tessera's": _spread([a / b for a, b in pairs])}
-                )
+                row["tokens/s"] = report.extremes(rates, 2)
+                ratios = [mine / ours for mine, ours in pairs]
+                rows.append(row | {"times tessera's": report.extremes(ratios, 2)})
     return rows
 
 
@@ -171,11 +169,6 @@ def cache_bytes(lengths: np.ndarray) -> report.Row:
         "as long as the longest": token * ROWS * (LONGEST + TOKENS),
         "tokens alone": token * int((lengths + TOKENS).sum()),
     }
-
-
-def _spread(numbers: list[float]) -> str:
-    """The median, the least and the most."""
-    return f"{median(numbers):.2f} [{min(numbers):.2f}, {max(numbers):.2f}]"
 
 
 if __name__ == "__main__":

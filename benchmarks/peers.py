@@ -77,9 +77,8 @@ def measured(
             contestant = Contestant(name, pythons[name], setting)
             found.append(contestant)
             contestant.run(3, counts=False)
-        for index in range(rounds):
-            for contestant in found if index % 2 == 0 else reversed(found):
-                contestant.run(2)
+        for contestant in report.in_turns(found, rounds):
+            contestant.run(2)
     finally:
         for contestant in found:
             contestant.close()

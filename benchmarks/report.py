@@ -10,15 +10,16 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
 import tessera
 
 Row: TypeAlias = dict[str, Any]
+Item = TypeVar("Item")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -69,25 +70,35 @@ def processor() -> str:
 
 
 def alternate(runs: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of each run, taken in turns so that a slow minute slows all of them.
+    """Seconds of each run, taken in turns."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for index, run in in_turns([*enumerate(runs)], rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds[index].append(time.perf_counter() - start)
+    return seconds
+
+
+def in_turns(items: Sequence[Item], rounds: int) -> Iterator[Item]:
+    """All items in each round, so that a slow minute slows all of them.
 
     The order is reversed in every other round: the second of a pair finds a cache
     that the first one filled.
     """
-    seconds: list[list[float]] = [[] for _ in runs]
     for index in range(rounds):
-        order = range(len(runs)) if index % 2 == 0 else reversed(range(len(runs)))
-        for place in order:
-            start = time.perf_counter()
-            jax.block_until_ready(runs[place]())
-            seconds[place].append(time.perf_counter() - start)
-    return seconds
+        yield from items if index % 2 == 0 else reversed(items)
 
 
 def spread(seconds: Sequence[float]) -> str:
     """Median with the middle half of the sample, in milliseconds."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return f"{middle * 1e3:.2f} [{low * 1e3:.2f}, {high * 1e3:.2f}]"
+
+
+def extremes(numbers: Sequence[float], digits: int) -> str:
+    """The median, the least and the most."""
+    found = (f(numbers) for f in (statistics.median, min, max))
+    return "{} [{}, {}]".format(*(f"{each:.{digits}f}" for each in found))
 
 
 def progress(what: str) -> None:

@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, Final
 
 import jax
@@ -94,10 +94,9 @@ def measured(
             report.progress(f"{name} compiles")
             found.append(Contestant(name, python, setting))
             found[-1].run(WARM_UP, counts=False)
-        for index in range(rounds):
-            report.progress(f"round {index + 1} of {rounds}")
-            for contestant in found if index % 2 == 0 else reversed(found):
-                contestant.run(steps)
+        for contestant in report.in_turns(found, rounds):
+            report.progress(f"{steps} steps of {contestant.name}")
+            contestant.run(steps)
     finally:
         for contestant in found:
             contestant.close()
@@ -115,9 +114,9 @@ def row_of(where: str, one: Contestant, other: Contestant, setting: Setting) -> 
     return {
         "mesh": where,
         "contestant": one.name,
-        "processor, s a step": spread(one.processor),
-        f"of {other.name}": spread(ratios),
-        "wall, s a step": spread(one.wall),
+        "processor, s a step": report.extremes(one.processor, 3),
+        f"of {other.name}": report.extremes(ratios, 3),
+        "wall, s a step": report.extremes(one.wall, 3),
         "first steps, processor s": round(one.first, 1),
         "of which rollout, reward, step": ", ".join(
             f"{mean(seconds):.3f}" for seconds in one.phases.values()
@@ -126,11 +125,6 @@ def row_of(where: str, one: Contestant, other: Contestant, setting: Setting) -> 
         "reward at step 1, 5, 10, 15, last": " ".join(f"{x:.2f}" for x in curve),
         "with": f"{one.about['version']}, jax {one.about['jax']}",
     }
-
-
-def spread(numbers: list[float]) -> str:
-    """The median, the least and the most."""
-    return f"{median(numbers):.3f} [{min(numbers):.3f}, {max(numbers):.3f}]"
 
 
 def main(options: argparse.Namespace) -> None:

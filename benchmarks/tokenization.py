@@ -114,12 +114,11 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     if options.peer_python:
         programs["datasets.map"] = [options.peer_python, str(PEER), *arguments]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
-    for number in range(options.rounds):
-        for name in [*programs][:: 1 if number % 2 else -1]:
-            report.progress(f"round {number + 1} of {options.rounds}: {name}")
-            shutil.rmtree(cache, ignore_errors=True)
-            line, peak = run(programs[name], TOKENIZERS_PARALLELISM="false")
-            runs[name].append(json.loads(line) | {"peak": peak})
+    for name in report.in_turns([*programs], options.rounds):
+        report.progress(name)
+        shutil.rmtree(cache, ignore_errors=True)
+        line, peak = run(programs[name], TOKENIZERS_PARALLELISM="false")
+        runs[name].append(json.loads(line) | {"peak": peak})
     assert len({one["tokens"] for each in runs.values() for one in each}) == 1
     rows = [_row(name, each, runs["tessera"]) for name, each in runs.items()]
     if options.train:
