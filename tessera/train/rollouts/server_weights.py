@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from tessera.errors import ServerError, SettingConflictError, SettingValueError
-from tessera.foundations.tree import Tree, named_leaves
+from tessera.foundations.tree import Tree, named_leaves, nest
 from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.merge_adapters import merge_adapters
@@ -90,7 +90,11 @@ class ServerWeights:
         Raises:
           ServerError: [T721] they cannot be written, or the server does not load them.
         """
-        whole = jax.tree.map(_whole, params)
+        leaves = named_leaves(params)
+        # The shapes of the others are enough, but for what is stored by stages.
+        is_part = self._is_vllm and self._model.split is None
+        sent = self._model.adapters if is_part else leaves.keys()
+        whole = nest({n: _whole(x) if n in sent else x for n, x in leaves.items()})
         name = broadcast_from_first(lambda: {"name": self._load(whole)})["name"]
         if self._is_vllm:
             return replace(self._server, model=name)

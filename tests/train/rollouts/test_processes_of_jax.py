@@ -51,6 +51,11 @@ with tests.serving() as server, TemporaryDirectory() as folder:
         whole = tests.drawn(tests.MODEL, 1)
         loaded = from_pretrained(server.loaded[0][0])[1]
         jax.tree.map(np.testing.assert_array_equal, loaded, whole)
+    server.answer = tests.vllm
+    given = f"vllm:{folder}", url, "tiny", tests.WITH_ADAPTERS, tests.Published()
+    server.names = ["tiny"]
+    drawn = tests.drawn(tests.WITH_ADAPTERS, 1, Mesh(("fsdp",), shape=(4,)))
+    found.append(tests.ServerWeights(*given).send(drawn).model)
     server.refusal = 400, {"success": False, "message": "no"}
     try:
         weights.send(params)
@@ -74,9 +79,9 @@ def test_all_processes_have_the_answers_and_the_errors_of_the_first():
     assert answers[3:] == ["T721"]
 
 
-@pytest.mark.slow(reason="it starts two processes of JAX")
+@pytest.mark.full
 def test_the_first_sends_the_weights_of_all():
     one, other = found_by_two(WEIGHTS)
     assert one == other
-    assert one[0].startswith("tessera-policy-")
-    assert one[1:] == ["T721"]
+    assert all(name.startswith("tessera-policy-") for name in one[:2])
+    assert one[2:] == ["T721"]

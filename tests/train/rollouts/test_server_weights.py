@@ -20,7 +20,7 @@ from tessera.train.models.decoder.config import LoraConfig
 from tessera.train.models.families.published_files import Published
 from tessera.train.models.frozen_parameters import freeze
 from tessera.train.rollouts.server_weights import ServerWeights
-from tests.train.rollouts.completion_server import serving, sglang
+from tests.train.rollouts.completion_server import serving, sglang, vllm
 
 SIZES = {"num_layers": 1, "d_model": 16, "mlp_dim": 16, "vocab_size": 16}
 CONFIG = replace(config_of("tiny"), head_dim=4, **SIZES)
@@ -40,7 +40,7 @@ def sent(server, tmp_path):
     """Weights for the server, of a kind."""
 
     def of(kind, model=MODEL, published=None):
-        server.answer = sglang if kind == "sglang" else server.answer
+        server.answer = sglang if kind == "sglang" else vllm
         setting = f"{kind}:{tmp_path / 'policy'}"
         return ServerWeights(
             setting, server.url, "tiny", model, published or Published()
