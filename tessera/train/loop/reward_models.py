@@ -20,10 +20,11 @@ from tessera.analysis.memory import format_bytes
 from tessera.errors import TesseraError
 from tessera.foundations.tree import Tree
 from tessera.graph.function import Function
+from tessera.train.checkpoints.first_process import broadcast_from_first
 from tessera.train.config.step_config import batch_spec
 from tessera.train.data.chat_prompts import ChatPrompts
 from tessera.train.data.chat_template import Conversation
-from tessera.train.data.tokenization import Ids, JsonTokenizer, load_tokenizer
+from tessera.train.data.tokenization import JsonTokenizer, load_tokenizer
 from tessera.train.files.hub import MODEL_FILES, PREFIX, WEIGHT_FILES, local_path
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import log
@@ -52,8 +53,8 @@ class RewardModel:
     then says so.
 
     Parameters are in the run's dtype of computation and the layouts of a decoder;
-    scores are f32. Rows of a batch have one length, a power of two, so there are few
-    programs.
+    scores are f32. Rows of a batch have one length, a power of two or the context, so
+    there are few programs.
 
     Args:
       run: The run.
@@ -105,21 +106,20 @@ class RewardModel:
         self, prompts: Sequence[Any], completions: Sequence[Any]
     ) -> list[Outcome]:
         """A score for each completion, or why there is none."""
-        outcomes: list[Outcome] = [None] * len(prompts)
-        by_length = defaultdict[int, dict[int, Ids]](dict)
-        for i, pair in enumerate(zip(prompts, completions, strict=True)):
-            try:
-                ids = self._encode(*pair)
-            except TesseraError as error:
-                outcomes[i] = f"cannot read a completion ({error.what}: {error.got})"
-                continue
-            if 0 < ids.size <= self._longest:
-                by_length[self._padded(ids.size)][i] = ids
-            else:
-                size = f"{ids.size:,} tokens, of 1 to {self._longest:,}"
-                outcomes[i] = f"does not read texts of any length ({size})"
-        for length, texts in by_length.items():
-            numbers = [*texts]
+        pairs = zip(prompts, completions, strict=True)
+        # A template may ask for the date, or take too long: in one process alone.
+        found = broadcast_from_first(
+            lambda: {"texts": [self._read(*pair) for pair in pairs]}
+        )
+        texts = found["texts"]
+        outcomes: list[Outcome] = [
+            one if isinstance(one, str) else None for one in texts
+        ]
+        by_length = defaultdict[int, list[int]](list)
+        for i, ids in enumerate(texts):
+            if not isinstance(ids, str):
+                by_length[self._padded(len(ids))].append(i)
+        for length, numbers in by_length.items():
             for begin in range(0, len(numbers), self._rows):
                 part = numbers[begin : begin + self._rows]
                 scores = self._scores(length, [texts[i] for i in part])
@@ -128,21 +128,28 @@ class RewardModel:
                     outcomes[i] = score if is_usable else f"gave no number ({score})"
         return outcomes
 
-    def _encode(self, prompt: Any, completion: Any) -> Ids:
-        """The tokens of what is scored."""
-        if isinstance(prompt, str):
-            text = prompt + completion
-        else:
-            messages = Conversation([*prompt, *completion])
-            text = self._chat.render(messages, add_generation_prompt=False)
-        ids, _ = self._tokenizer.encode_chat(text)
-        if ids.size and self._tokenizer.token(int(ids[-1])) == self._padding:
+    def _read(self, prompt: Any, completion: Any) -> list[int] | str:
+        """The tokens of what is scored, or why it is not."""
+        try:
+            if isinstance(prompt, str):
+                text = prompt + completion
+            else:
+                messages = Conversation([*prompt, *completion])
+                text = self._chat.render(messages, add_generation_prompt=False)
+            ids = self._tokenizer.encode_chat(text)[0].tolist()
+        except TesseraError as error:
+            return f"cannot read a completion ({error.what}: {error.got})"
+        if not ids:
+            return "has no token to score"
+        if self._tokenizer.token(ids[-1]) == self._padding:
             log.warning(
                 f"the reward model {self._name} scores the last token of a text, here "
                 f"{self._padding}: Transformers takes it for padding, and scores the "
                 "one before"
             )
             self._padding = None  # once is enough
+        if len(ids) > self._longest:
+            return f"reads at most {self._longest:,} tokens ({len(ids):,})"
         return ids
 
     @cached_property
@@ -156,12 +163,12 @@ class RewardModel:
             length *= 2
         return min(length, self._longest)
 
-    def _scores(self, length: int, texts: Sequence[Ids]) -> list[float]:
+    def _scores(self, length: int, texts: Sequence[list[int]]) -> list[float]:
         """The score of each text, of at most as many as a batch has rows."""
         shape = 1, self._rows, length
         tokens = np.zeros(shape, np.int32)
         for i, ids in enumerate(texts):
-            tokens[0, i, : ids.size] = ids
+            tokens[0, i, : len(ids)] = ids
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
         ones = np.ones(shape, np.int32)  # nothing attends to the padding after it
         arrays = {"tokens": tokens, "positions": positions, "segment_ids": ones}
@@ -175,7 +182,7 @@ class RewardModel:
         if jax.process_count() > 1:
             scores = process_allgather(scores, tiled=True)
         rows = np.asarray(scores)[0]
-        return [float(rows[i, ids.size - 1]) for i, ids in enumerate(texts)]
+        return [float(rows[i, len(ids) - 1]) for i, ids in enumerate(texts)]
 
     def _log_size(self) -> None:
         def placed(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
