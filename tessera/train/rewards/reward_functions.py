@@ -111,6 +111,8 @@ def _bound(name: RewardName, columns: Sequence[str]) -> Callable[..., Any]:
         bound.apply_defaults()
         needed += filter(None, [bound.arguments.get("column")])
         function, settings = make(**settings), dict[str, Any]()
+    elif os.path.isdir(name.text):
+        raise _UnusableError(f"a folder has a slash: write ./{name.text} for the model")
     else:
         raise _UnusableError(did_you_mean(name.function, library.NAMES))
     parameters = signature(function).parameters.values()

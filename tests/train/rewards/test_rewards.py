@@ -362,6 +362,12 @@ def test_the_message_says_what_is_there_and_what_to_write():
     )
 
 
+def test_a_name_of_a_folder_says_how_to_write_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rm").mkdir()
+    assert "write ./rm for the model" in refusal("rm")
+
+
 def test_a_column_cannot_be_what_is_sampled():
     text = "the records have a column 'completions': rename it"
     assert text in refusal(*own("number"), columns=("completions",))
