@@ -178,7 +178,7 @@ OTHERS = {
     "preference.beta": ("0.5",),
     "preference.label_smoothing": ("0.25",),
     "preference.margin": ("0.25",),
-    "preference.reference": ("copy", "adapters_off"),
+    "preference.reference": ("copy", "adapters_off", "precomputed"),
     "grpo.algorithm": ("gspo",),
     "grpo.passes": ("2",),
     "grpo.temperature": ("0.5",),

@@ -3,6 +3,7 @@
 
     checkpoints/100/state/            the arrays, by Orbax
     checkpoints/100/rollout.npz       of a policy, what its next steps learn from
+    checkpoints/100/reference.npz     of preferences, what precomputed scores there are
     checkpoints/100/metadata.json     their description
     checkpoints/100/manifest.sha256   checksums of both; written last
     checkpoints/80.damaged            quarantined: its checksums did not match

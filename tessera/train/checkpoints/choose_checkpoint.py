@@ -28,7 +28,9 @@ from tessera.train.config.setting_fields import walk
 from tessera.train.data import Corpus
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.loop.build_run import Run
+from tessera.train.loop.reference_scores import read_scores
 from tessera.train.loop.run_folder import CHECKPOINTS, check_inside
+from tessera.train.loop.run_objective import PRECOMPUTED
 
 NONE: Final = "none"
 AUTO: Final = "auto"
@@ -76,7 +78,8 @@ class Choice:
 
         Raises:
           CheckpointMismatchError: [T802] the checkpoint holds other arrays.
-          DataChangedError: [T803] the run that saved it was reading other data.
+          DataChangedError: [T803] the run that saved it was reading other data, or
+            what its reference model says is of other data.
           OutputPathError: [T504] an evaluation would write into that run.
         """
         if self.checkpoint is None:
@@ -84,6 +87,8 @@ class Choice:
         metadata, training = self.checkpoint.metadata, run.config.training
         restoration = Restoration(metadata, run)
         restoration.check()
+        if run.reference == PRECOMPUTED:
+            read_scores(self.checkpoint.path, run, corpus)
         cursor = restoration.cursor(corpus)
         if training.eval_only:
             if self.own_step is not None:

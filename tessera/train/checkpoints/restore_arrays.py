@@ -154,6 +154,8 @@ class Restoration:
             if lines[0].startswith(("training.objective", "reference/")):
                 fix = "begin with its weights: tessera export RUN weights.safetensors, "
                 fix += "and training.init_from=weights.safetensors training.resume=none"
+            if lines[0].startswith("reference/"):
+                fix = f"preference.reference=precomputed, if its run had it; or {fix}"
             raise CheckpointMismatchError(
                 f"the checkpoint of step {self.metadata.step} does not hold what this "
                 "run needs",

@@ -34,9 +34,11 @@ from tessera.train.checkpoints.metadata import (
     library_versions,
     write_metadata,
 )
+from tessera.train.data import Corpus
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import log
+from tessera.train.loop.reference_scores import write_scores
 from tessera.train.loop.train_state import TrainState
 from tessera.train.rollouts.rollout import Rollout
 
@@ -75,6 +77,8 @@ class Checkpoints:
         self._is_first = jax.process_index() == 0
         self._resumed_step = resumed_step
         self._last_step = self._verified_step = resumed_step or 0
+        self.scored: Corpus | None = None
+        """The data with what a reference model says of it, which checkpoints keep."""
         self._thread: Thread | None = None
         self._failure: TesseraError | None = None
         self._nbytes = sum(
@@ -217,6 +221,8 @@ class Checkpoints:
                     )
                     if rollout is not None:
                         rollout.write(path / checkpoint_folder.ROLLOUT)
+                    if self.scored is not None:
+                        write_scores(path, self._run, self.scored)
                     self._complete(path, metadata, begun, blocked)
             except Exception as error:
                 self._abandon(path, error)

@@ -32,14 +32,15 @@ class PreferenceConfig:
         of the rejected one.
       reference: The reference model: copy is a second copy of the weights that the run
         begins with, sharded like them; adapters_off is the model without its adapters;
-        auto is adapters_off with LoRA, else copy.
+        precomputed scores all data with the weights that the run begins with, before
+        its first step; auto is adapters_off with LoRA, else copy.
     """
 
     loss: str = setting("dpo", choices=PREFERENCE_LOSSES)
     beta: float = setting(0.1, above=0, most=1e6)
     label_smoothing: float = setting(0.0, least=0, below=0.5)
     margin: float = setting(0.5, least=0, most=1e6)
-    reference: str = setting("auto", choices=REFERENCES)
+    reference: str = setting("auto", choices=(*REFERENCES, "precomputed"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class GrpoConfig:
       clip_high: How far above 1; null as well, 0.28 for dapo.
       kl_coefficient: Weight of the divergence from the reference model; 0 needs none.
       kl_estimator: k1, k2 or k3, joschu.net/blog/kl-approx.html.
-      reference: As preference.reference.
+      reference: As preference.reference, without precomputed: completions are new.
       truncated: What becomes of completions that are cut at max_completion; learn
         counts them like the others, mask learns nothing from them.
       importance_cap: Where the sampler's probabilities differ from the trainer's, weigh

@@ -35,6 +35,7 @@ class WholeRows(PackedRows):
         self._length = int(rows.max(initial=-1)) + 1
         self._order = np.argsort(rows, kind="stable")
         self._first = np.searchsorted(rows[self._order], np.arange(self._length + 1))
+        self._layout = ranges, self._order, self._first
 
     @property
     def length_of_all(self) -> int:

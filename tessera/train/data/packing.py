@@ -15,10 +15,11 @@ copied from both; nothing else of them is read.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ import numpy.typing as npt
 from tessera.foundations.labels import IGNORE_INDEX
 from tessera.train.data.tokenization import Ids
 
-Batch = dict[str, npt.NDArray[np.int32]]
+Batch = dict[str, npt.NDArray[np.int32] | npt.NDArray[np.float32]]
 LossMask = npt.NDArray[np.bool_]
 
 
@@ -293,6 +294,9 @@ class PackedRows:
       stream: The tokens.
       sequence_length: S, the number of positions in a row.
       keep_tail: Whether to pad and keep an incomplete last row.
+
+    Attributes:
+      arrays: Others that rows have, see ``with_arrays``.
     """
 
     def __init__(
@@ -304,6 +308,25 @@ class PackedRows:
         self._length = num_targets // sequence_length
         if keep_tail and num_targets % sequence_length:
             self._length += 1
+        self.arrays: dict[str, npt.NDArray[np.float32]] = {}
+        # What decides, beside the sizes, which tokens a row has.
+        self._layout: Sequence[npt.NDArray[np.int64]] = ()
+
+    def with_arrays(self, **arrays: npt.NDArray[np.float32]) -> Self:
+        """The same rows, which have other arrays, too: of row r the r-th row of each.
+
+        Args:
+          arrays: By the name that a row gives them, [rows, S].
+        """
+        rows = copy(self)
+        rows.arrays = arrays
+        return rows
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with what any row is made of, and with their order; 32 hex digits."""
+        sizes = self.stream.fingerprint, self.sequence_length, len(self)
+        return checksum(repr(sizes).encode(), *(a.tobytes() for a in self._layout))
 
     def __len__(self) -> int:
         return self._length
@@ -337,7 +360,7 @@ class PackedRows:
         padded = self.padding()
         for name, values in row.items():
             padded[name][: values.size] = values
-        return padded
+        return padded | {name: array[index] for name, array in self.arrays.items()}
 
     def _window(self, index: int) -> TokenArrays:
         """What a row is of: its tokens and the target of its last."""
@@ -349,4 +372,5 @@ class PackedRows:
         names = ("tokens", "segment_ids", "positions")
         row = {name: np.zeros(self.sequence_length, np.int32) for name in names}
         row["targets"] = np.full(self.sequence_length, IGNORE_INDEX, np.int32)
-        return row
+        zeros = np.zeros(self.sequence_length, np.float32)
+        return row | dict.fromkeys(self.arrays, zeros)

@@ -50,12 +50,16 @@ class CorpusBatches:
       run: The run.
       corpus: Its data.
       add_wait: Takes the seconds that the loop waited for a batch.
+
+    Attributes:
+      corpus: Its data, of which rows that were scored have ``reference``.
     """
 
     def __init__(
         self, run: Run, corpus: Corpus, add_wait: Callable[[float], None]
     ) -> None:
-        self._run, self._corpus, self._add_wait = run, corpus, add_wait
+        self._run, self._add_wait = run, add_wait
+        self.corpus = corpus
 
     def batches(
         self,
@@ -69,7 +73,7 @@ class CorpusBatches:
         spec, shard = batch_spec(run.step_config), run.host_shard
         steps = run.config.training.gradient_accumulation_steps
         with closing(
-            self._corpus.train(
+            self.corpus.train(
                 run.rows_per_step,
                 shard.index,
                 shard.count,
@@ -92,7 +96,7 @@ class CorpusBatches:
     ) -> dict[str, dict[str, float]] | None:
         """See ``BatchSource``."""
         del step
-        return validation_means(self._run, self._corpus, state, should_continue)
+        return validation_means(self._run, self.corpus, state, should_continue)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; the time that the loop waits for each is a metric."""

@@ -149,20 +149,12 @@ class Run:
 
     @property
     def reference(self) -> str | None:
-        """The reference model: ``copy`` or ``adapters_off``; None needs none."""
+        """The reference model: see ``reference_of``."""
         return reference_of(self.config, self.objective, self.model)
 
     @cached_property
     def score_reference(self) -> Function | None:
         """Log-probabilities of a batch under the reference model, if there is one."""
-        return self._new_score_reference()
-
-    @cached_property
-    def score_validation(self) -> Function | None:
-        """The same of a batch of an evaluation, which has other shapes."""
-        return self._new_score_reference()
-
-    def _new_score_reference(self) -> Function | None:
         if self.reference is None:
             return None
         drops = self.reference == ADAPTERS_OFF
@@ -235,17 +227,13 @@ class Run:
         is_policy = self.config.training.objective == POLICY
         if corpus.has_validation and not is_policy:
             _ = self._compiled_evaluation
-            if self.score_validation is not None:
-                shape = 1, *self._shape_of_evaluation
-                rows = self._abstract_rows(shape, batch_spec(self.step_config))
-                params = self.reference_params(self.abstract_state)
-                self.score_validation.compile(params, {n: rows[n] for n in BATCH})
         _ = self.compiled_scores
 
     @cached_property
     def compiled_scores(self) -> dict[str, Compiled]:
-        """The programs that score the batches of steps, by the model that does."""
-        if self.config.training.eval_only:
+        """The programs that score rows of a step's batch, by the model that does."""
+        training = self.config.training
+        if training.eval_only and training.objective == POLICY:
             return {}
         state = self.abstract_state
         rows = {name: self.abstract_batch[name] for name in BATCH}
@@ -261,13 +249,10 @@ class Run:
 
     @cached_property
     def _compiled_evaluation(self) -> Compiled:
-        batch = self._abstract_rows(self._shape_of_evaluation, self.validation_spec)
-        return self.evaluate.compile(self.abstract_state.params, batch)
-
-    @property
-    def _shape_of_evaluation(self) -> tuple[int, int]:
         rows = self.config.rows_per_evaluation(self.mesh.shape)
-        return rows, self.config.training.sequence_length
+        shape = rows, self.config.training.sequence_length
+        batch = self._abstract_rows(shape, self.validation_spec)
+        return self.evaluate.compile(self.abstract_state.params, batch)
 
     @property
     def validation_spec(self) -> PartitionSpec:

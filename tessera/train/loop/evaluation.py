@@ -11,7 +11,6 @@ import numpy as np
 
 from tessera.train.data import Corpus
 from tessera.train.loop.build_run import Run
-from tessera.train.loop.reference_scores import with_reference
 from tessera.train.loop.train_state import TrainState
 from tessera.train.rollouts.sampler import generate
 
@@ -87,7 +86,6 @@ def _validation_sums(
             if not should_continue():
                 return None
             placed = shard.to_global(batch, run.validation_spec, dim=0)
-            placed = with_reference(run, state, placed)
             result, count = run.evaluate(state.params, placed)
             # By name: a compiled function returns them in another order.
             in_flight.append([*(result[name] for name in names), count])

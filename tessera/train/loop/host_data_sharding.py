@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
@@ -74,6 +75,13 @@ class HostShard:
             return array[(*index[:dim], own, *index[dim + 1 :])]
 
         return jax.make_array_from_callback(shape, sharding, block)
+
+
+def on_every_host(array: jax.Array) -> np.ndarray:
+    """The whole array, in every process; all processes call it."""
+    if jax.process_count() > 1:
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
 
 
 def _position(

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from tessera.train.config.step_config import batch_spec
 from tessera.train.data import Corpus
 from tessera.train.data.prompts import Prompt, PromptCorpus
 from tessera.train.loop.build_run import BATCH, Run
 from tessera.train.loop.console import log
+from tessera.train.loop.host_data_sharding import on_every_host
 from tessera.train.loop.position import Position, StepInput
 from tessera.train.loop.reference_scores import with_reference
 from tessera.train.loop.reward_models import RewardModel
@@ -282,10 +282,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         for _ in range(self._settings.steps_per_rollout):
             rows, rollout = rollout.take(self._run.rows_per_step)
             placed = self._placed({name: rows[name] for name in BATCH})
-            values = score(params, placed)
-            if jax.process_count() > 1:
-                values = multihost_utils.process_allgather(values, tiled=True)
-            parts.append(np.asarray(values).reshape(self._run.rows_per_step, -1))
+            values = on_every_host(score(params, placed))
+            parts.append(values.reshape(self._run.rows_per_step, -1))
         return np.concatenate(parts)
 
     def _keep(self, step: int, written: _Written, rollout: Rollout) -> None:

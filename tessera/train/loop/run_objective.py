@@ -15,6 +15,7 @@ from tessera.train.objectives.preference import Preference
 
 COPY = "copy"
 ADAPTERS_OFF = "adapters_off"
+PRECOMPUTED = "precomputed"
 
 
 def objective_of(config: Config, rows_per_step: int) -> Objective:
@@ -46,7 +47,7 @@ def objective_of(config: Config, rows_per_step: int) -> Objective:
 
 
 def reference_of(config: Config, objective: Objective, model: Model) -> str | None:
-    """The reference model: ``copy`` or ``adapters_off``; None needs none.
+    """The reference model: ``copy``, ``adapters_off`` or ``precomputed``, or None.
 
     Raises:
       SettingConflictError: [T507] without its adapters the model would not be what the

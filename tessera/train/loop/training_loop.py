@@ -29,6 +29,8 @@ from tessera.train.loop.evaluation import sample, weighted_means
 from tessera.train.loop.metrics import MetricWriter
 from tessera.train.loop.position import Position, StepInput
 from tessera.train.loop.profiling import Window
+from tessera.train.loop.reference_scores import scored_data
+from tessera.train.loop.run_objective import PRECOMPUTED
 from tessera.train.loop.run_records import RunRecords
 from tessera.train.loop.step_metrics import StepMetrics
 from tessera.train.loop.step_verification import StepVerification
@@ -127,7 +129,7 @@ class Trainer:
             self.position = self.position or self._beginning(self._resumed)
             self._on_phase("compile", self._at.step)
             self.run.compile_others(self.corpus)
-            if self._take_steps() and self._should_continue():
+            if self._score() and self._take_steps() and self._should_continue():
                 self._sample(self._at.state)
             else:
                 self._stop()
@@ -137,6 +139,20 @@ class Trainer:
     def step(self) -> int:
         """Optimizer steps that were begun, of this run and of those it resumes."""
         return 0 if self.position is None else self.position.step
+
+    def _score(self) -> bool:
+        """Have what a reference model says of the data; False where the run stops."""
+        run, at, source = self.run, self._at, self._source
+        if isinstance(source, CorpusBatches) and source.corpus is self.corpus:
+            resumed = None if self._resumed is None else self._resumed.path
+            on_phase = partial(self._on_phase, "evaluation", at.step)
+            given = run, self.corpus, at.state, resumed, self._should_continue
+            if (scored := scored_data(*given, on_phase)) is None:
+                return False
+            source.corpus = scored
+            if self._checkpoints is not None and run.reference == PRECOMPUTED:
+                self._checkpoints.scored = scored
+        return True
 
     def _take_steps(self) -> bool:
         """Take the steps that are left; False where the run stops before."""

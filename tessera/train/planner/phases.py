@@ -13,7 +13,12 @@ from typing import Final
 
 from tessera.train.config.post_training_config import POLICY
 from tessera.train.config.run_config import Config
-from tessera.train.loop.run_objective import COPY, objective_of, reference_of
+from tessera.train.loop.run_objective import (
+    COPY,
+    PRECOMPUTED,
+    objective_of,
+    reference_of,
+)
 from tessera.train.models.decoding import RecomputedDecoding
 from tessera.train.models.model import Model
 from tessera.train.planner.communication import Calls, StepCollectives
@@ -41,7 +46,8 @@ class Phases:
         self.config, self.comms, self.model = config, comms, model
         self.device, self.work, self.layout = comms.device, comms.work, comms.layout
         self._objective = objective_of(config, 1)
-        self.has_copy = reference_of(config, self._objective, model) == COPY
+        self._reference = reference_of(config, self._objective, model)
+        self.has_copy = self._reference == COPY
         grpo, is_policy = config.grpo, config.training.objective == POLICY
         own = is_policy and grpo.server is None and grpo.environment is None
         self.has_rollout = own and not isinstance(
@@ -57,10 +63,10 @@ class Phases:
         Args:
           of: Seconds of all calls of a collective.
         """
-        found, arrays = dict[str, float](), self._objective.arrays
-        if "reference" in arrays:
+        found = dict[str, float]()
+        if self._reference not in (None, PRECOMPUTED):
             found["reference scores"] = self._scores(of)
-        if "old" in arrays:
+        if "old" in self._objective.arrays:
             found["policy scores"] = self._scores(of) / self.config.grpo.passes
         return found | (self._rollout(of) if self.has_rollout else {})
 

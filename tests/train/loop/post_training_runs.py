@@ -65,6 +65,20 @@ def preference_run(loss: str = "dpo", mesh: Any = ONE, **training: Any) -> Run:
     )
 
 
+def pairs_run(
+    path: str,
+    reference: str,
+    mesh: Any = ONE,
+    data: dict[str, Any] | None = None,
+    **training: Any,
+) -> Run:
+    """The same on pairs of answers, of which a tenth is for validation."""
+    run = preference_run(mesh=mesh, preference={"reference": reference}, **training)
+    fields = {"name": "preferences", "path": path, "validation_fraction": 0.1}
+    chosen = DataConfig(**{**fields, **(data or {})})
+    return Run(dataclasses.replace(run.config, data=chosen), run.mesh)
+
+
 def begun(run: Run, seed: int = 0) -> TrainState:
     """Its state before the first step."""
     config = run.step_config
@@ -89,6 +103,29 @@ def write_pairs(path: Path, count: int = 60) -> str:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
+
+
+def train_pairs(
+    run: Run,
+    folder: Path,
+    resume: str = "none",
+    should_continue: Callable[[], bool] = lambda: True,
+) -> Trainer:
+    """What ``run_training.py`` does with preferences."""
+    corpus, choice = run.load_data(), choose(resume, folder)
+    choice.check(run, corpus, "")
+    opened = open_run_folder(folder, "", choice.own_step)
+    with (
+        MetricWriter(opened) as writer,
+        Console(opened.log, stream=io.StringIO(), terminal=False) as console,
+        Checkpoints(run, choice.root, "", choice.own_step) as checkpoints,
+    ):
+        trainer = Trainer(
+            *(run, corpus, console, writer, None, checkpoints, choice.checkpoint),
+            callbacks=Callbacks(should_continue=should_continue),
+        )
+        trainer.train()
+    return trainer
 
 
 def placed(run: Run, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:

@@ -98,6 +98,15 @@ def test_a_rollout_is_shared_by_its_steps():
     assert passes["policy scores"] == pytest.approx(steps["policy scores"] / 2)
 
 
+def test_scores_that_were_made_once_take_no_time_and_no_copy():
+    settings = config("preference")
+    chosen = replace(settings.preference, reference="precomputed")
+    once = StepModel(replace(settings, preference=chosen), work("policy"), TARGET)
+    assert dict(once.predict(LAYOUT).phases) == {}
+    assert once.memory(LAYOUT).reference == 0
+    assert model("preference").memory(LAYOUT).reference > 0
+
+
 def test_a_reference_is_asked_in_each_step():
     once, often = (seconds("policy", passes=n, **KL) for n in (1, 4))
     assert once["reference scores"] == often["reference scores"]
