@@ -31,7 +31,8 @@ class ServerWeights:
     several processes of JAX each contributes its shards; the first writes and asks.
 
     An SGLang server loads all weights, with adapters merged, and forgets its prefix
-    cache. A vLLM server loads adapters alone, for the weights that the run began with:
+    cache; start it without ``--hicache-storage-backend``, whose storage it does not
+    empty. A vLLM server loads adapters alone, for the weights that the run began with:
     each time under a new name, because its prefix cache tells adapters by their names.
     It offers no way to replace all weights that says whether its prefix cache is empty.
 
