@@ -26,6 +26,7 @@ from tessera.train.loop.run_folder import SAMPLES
 from tessera.train.loop.train_state import TrainState
 from tessera.train.loop.trajectory_writer import TrajectoryWriter, answer_of
 from tessera.train.models.families.published_files import Published
+from tessera.train.rewards.reward_names import ENVIRONMENT
 from tessera.train.rewards.rewards import Rewards, Scores
 from tessera.train.rollouts.completions import RolloutStopped
 from tessera.train.rollouts.rollout import Rollout, learned_rows, rows_of
@@ -254,7 +255,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             scores = self._rewards.score(contents, answers, columns)
         if self._run.config.grpo.environment is not None:
             of_environment = [after.reward for after in trajectories]
-            scores = scores.joined("environment", of_environment)
+            scores = scores.joined(ENVIRONMENT, of_environment)
         failures = [f"the environment {t.failure}" for t in trajectories if t.failure]
         for note in (*scores.notes, *failures):
             self._warn_once(step, note)  # the metric reward_missing counts the others

@@ -3,13 +3,16 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tessera.errors import RewardError
 from tessera.train.files.hub import PREFIX, HubName
+
+ENVIRONMENT: Final = "environment"
+"""The name of the reward that an environment gives."""
 
 _NAME: Final = re.compile(r"(?:([\w.]+):)?([\w.]+)(\(.*\))?", re.DOTALL)
 
@@ -51,7 +54,6 @@ def parse_names(texts: Sequence[str]) -> list[RewardName]:
       {'tolerance': 0.1}
     """
     names: list[RewardName] = []
-    count = Counter[str]()
     for text in texts:
         match, module, function = _NAME.fullmatch(text.strip()), "", ""
         settings = dict[str, Any]()
@@ -70,8 +72,9 @@ def parse_names(texts: Sequence[str]) -> list[RewardName]:
                 "'regex(pattern=r\"\\d+\")'",
             ) from error
         label = function.rpartition(".")[2] or _name_of_model(text)
-        count[label] += 1
-        label += f"_{count[label]}" if count[label] > 1 else ""
+        taken = {ENVIRONMENT, *(name.label for name in names)}
+        others = (f"{label}_{number}" for number in count(2))
+        label = next(one for one in chain([label], others) if one not in taken)
         names.append(RewardName(text, label, module, function, settings))
     return names
 

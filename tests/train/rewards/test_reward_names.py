@@ -19,6 +19,12 @@ def test_a_name_is_of_a_module_or_of_the_library():
     assert found[2].settings == {"pattern": r"\d+(,)"}
 
 
+def test_no_two_rewards_have_one_label():
+    found = parse_names(["a:f", "b:f", "a:f_2", "a:environment", "./f"])
+    labels = ["f", "f_2", "f_2_2", "environment_2", "f_3"]
+    assert [name.label for name in found] == labels
+
+
 def test_what_has_a_slash_is_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commit = "a" * 40
