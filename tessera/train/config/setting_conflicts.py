@@ -175,10 +175,13 @@ def _of_objective(config: Config) -> Iterator[SettingConflictError]:
     wanted = {PREFERENCE: "preferences", POLICY: "prompts"}
     needed = wanted.get(objective)
     if (needed or data) != data:
+        where = "data.path=<file>"
+        if data == "mixture" and objective == PREFERENCE:
+            where = "data.sources=<those of the mixture>"
         yield SettingConflictError(
             f"training.objective={objective} learns from data={needed}",
             got=f"data={data}",
-            fix=f"write data={needed} data.path=<file>",
+            fix=f"write data={needed} {where}",
         )
     elif needed is None and data in wanted.values():
         other = next(name for name in wanted if wanted[name] == data)

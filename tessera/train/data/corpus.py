@@ -335,11 +335,11 @@ def load(
 
 
 def _sources_of(config: DataConfig) -> list[tuple[str, float, DataConfig]]:
-    """The name, the weight and the settings of each source of text."""
-    if config.name != "mixture":
+    """The name, the weight and the settings of each source."""
+    if not config.sources:
         return [(config.name, 1.0, config)]
     return [
-        (name, source.weight, source.as_text(config))
+        (name, source.weight, source.alone(config))
         for name, source in config.sources.items()
     ]
 

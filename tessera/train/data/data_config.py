@@ -46,7 +46,7 @@ class SyntheticConfig:
 
 @dataclass
 class SourceConfig:
-    """One source of ``data=mixture``.
+    """One source of ``data=mixture``, or of ``data=preferences``.
 
     Attributes:
       path: As data.path.
@@ -57,6 +57,9 @@ class SourceConfig:
       loss_on: As data.loss_on.
       split: As data.split.
       subset: As data.subset.
+      prompt_key: As data.prompt_key.
+      chosen_key: As data.chosen_key.
+      rejected_key: As data.rejected_key.
     """
 
     path: str = ""
@@ -67,12 +70,16 @@ class SourceConfig:
     loss_on: str = setting("all", choices=LOSS_ON)
     split: str | None = None
     subset: str | None = None
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
 
-    def as_text(self, config: "DataConfig") -> "DataConfig":
-        """The same source as ``data=text``, with the other settings of ``config``."""
+    def alone(self, config: "DataConfig") -> "DataConfig":
+        """The same as the only source, with the other settings of ``config``."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         del own["weight"]
-        return replace(config, name="text", sources={}, **own)
+        name = "text" if config.name == "mixture" else config.name
+        return replace(config, name=name, sources={}, **own)
 
 
 @dataclass
@@ -101,7 +108,8 @@ class DataConfig:
       validation_fraction: The share of the data for validation; 0 disables it, and 1
         leaves nothing to train on, for training.eval_only.
       sources: For mixture: the sources by name, each with path and weight, and with
-        format, text_key, messages_key and loss_on where they differ from the default.
+        format, text_key, messages_key and loss_on where they differ from the default;
+        for preferences, in place of path: with prompt_key, chosen_key and rejected_key.
       num_workers: Processes that make tokens; null is one for each usable core.
       cache_dir: The folder of prepared tokens; null is tessera/tokens in the user's
         cache folder.
@@ -148,9 +156,17 @@ _UNREAD: Final = (
     Conflict("name!=preferences|prompts", "prompt_key"),
     Conflict("name!=preferences", "chosen_key rejected_key"),
     Conflict("name=synthetic", "tokenizer num_workers cache_dir"),
-    Conflict("name!=mixture", "sources"),
+    Conflict("name!=mixture|preferences", "sources"),
+    Conflict(
+        "name=preferences sources",
+        "path split subset format prompt_key chosen_key rejected_key",
+    ),
     Conflict("name!=synthetic", "synthetic"),
 )
+_UNREAD_BY_SOURCES: Final = {
+    "mixture": [Conflict("", "prompt_key chosen_key rejected_key")],
+    "preferences": [Conflict("", "format=text text_key messages_key loss_on")],
+}
 _UNREAD_BY_FILES: Final = (
     Conflict("format=text", "text_key messages_key"),
     Conflict("messages_key", "text_key"),
@@ -175,14 +191,15 @@ def check(config: DataConfig) -> None:
     if config.name in SOURCES:
         problems += broken(_UNREAD, config, "data")
     files: dict[str, DataConfig | SourceConfig] = {}
-    if config.name in ("text", *RECORDS):
+    if config.name == "text" or (config.name in RECORDS and not config.sources):
         files["data"] = config
-    if config.name == "mixture":
+    elif config.name in _UNREAD_BY_SOURCES:
         problems += _source_names(config)
         files |= {f"data.sources.{name}": each for name, each in config.sources.items()}
     for group, each in files.items():
         if isinstance(each, SourceConfig):
             problems += problems_of(each, group)
+            problems += broken(_UNREAD_BY_SOURCES[config.name], each, group)
         problems += broken(_UNREAD_BY_FILES, each, group)
         if not each.path:
             problems.append(

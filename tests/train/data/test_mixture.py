@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several sources: proportions, epochs, resumption, validation and settings."""
 
+import dataclasses
 import json
 from itertools import islice
 from pathlib import Path
@@ -170,6 +171,56 @@ def test_texts_and_conversations_are_encoded_each_in_its_way(tmp_path):
     assert learned.split("\n") == [*["all hello"] * 20, ""]
 
 
+def pairs_of(folder, weights, **keys):
+    """Pairs of whose answers the last letters are the name of their source."""
+    for name in weights:
+        lines = [
+            {"prompt": f"{n}?", "chosen": f"y{n % 10}{name}", "rejected": f"n{name}"}
+            for n in range(20)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if name in keys:
+            text = text.replace("prompt", keys[name]["prompt_key"])
+        (folder / f"{name}.jsonl").write_text(text)
+    return DataConfig(
+        name="preferences",
+        sources={
+            name: SourceConfig(
+                str(folder / f"{name}.jsonl"), weight, **keys.get(name, {})
+            )
+            for name, weight in weights.items()
+        },
+        validation_fraction=0.2,
+    )
+
+
+def test_pairs_are_mixed_by_weights_and_each_source_has_its_keys(tmp_path):
+    config = pairs_of(tmp_path, {"a": 1, "b": 3}, b={"prompt_key": "question"})
+    made = load(config, sequence_length=16, seed=0, vocab_size=257)
+    assert [source.name for source in made.sources] == ["a", "b"]
+    rows = [row for batch in islice(made.train(4), 40) for row in batch["targets"]]
+    # Both answers of a pair end with the name of their source.
+    letters = [
+        {chr(t) for t in row.tolist() if t in (ord("a"), ord("b"))} for row in rows
+    ]
+    assert all(len(each) == 1 for each in letters)
+    share = sum(each == {"b"} for each in letters) / len(letters)
+    assert share == pytest.approx(0.75, abs=0.02)
+    alone = load(
+        dataclasses.replace(config, sources={}, path=str(tmp_path / "a.jsonl")),
+        sequence_length=16,
+        seed=0,
+        vocab_size=257,
+    )
+    (rows,), (others, _) = (
+        [source.validation_rows for source in each.sources] for each in (alone, made)
+    )
+    assert len(rows) == len(others) > 0
+    for left, right in zip(rows, others, strict=True):
+        np.testing.assert_array_equal(left["tokens"], right["tokens"])
+        np.testing.assert_array_equal(left["targets"], right["targets"])
+
+
 # --- settings
 
 
@@ -200,3 +251,31 @@ def test_sources_are_given_on_the_command_line():
 def test_wrong_sources_are_refused(overrides, message):
     with pytest.raises((SettingValueError, SettingConflictError), match=message):
         composed(*overrides)
+
+
+PAIRS = "recipe=preference", "data=preferences"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.sources={a: {weight: 2}}"], r"needs data\.sources\.a\.path"),
+        (["data.sources={a: {path: x, text_key: t}}"], r"data\.sources\.a\.text_key"),
+        (["data.sources={a: {path: x}}", "data.path=y"], r"data\.path has no effect"),
+        (["data.sources={a: {path: x}}", "data.chosen_key=y"], r"data\.chosen_key"),
+        (["data=mixture", "data.sources={a: {path: x, chosen_key: t}}"], "chosen_key"),
+        (["data=mixture", "data.sources={a: {path: x}}"], "write data=preferences"),
+        (["recipe=grpo", "data=prompts", "data.sources={a: {path: x}}"], "sources"),
+    ],
+)
+def test_sources_of_pairs_have_settings_of_pairs_alone(overrides, message):
+    with pytest.raises((SettingValueError, SettingConflictError), match=message):
+        compose([*PAIRS, *overrides], CONFIGS)
+
+
+def test_pairs_of_several_files_are_given_on_the_command_line():
+    sources = "{a: {path: x, weight: 3}, b: {path: y, prompt_key: q}}"
+    data = compose([*PAIRS, f"data.sources={sources}"], CONFIGS).config.data
+    assert data.sources["a"] == SourceConfig("x", 3.0)
+    own = data.sources["b"].alone(data)
+    assert (own.name, own.path, own.prompt_key) == ("preferences", "y", "q")

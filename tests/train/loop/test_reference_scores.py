@@ -23,7 +23,7 @@ from tessera.mesh import Mesh
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import metadata_of
 from tessera.train.data.cursor import Cursor
-from tessera.train.data.data_config import DataConfig
+from tessera.train.data.data_config import DataConfig, SourceConfig
 from tessera.train.data.record_rows import PreferenceRows
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.reference_scores import (
@@ -192,6 +192,27 @@ def test_an_evaluation_alone_needs_the_numbers_of_what_it_reads(kept):
         (source,) = full.sources
         assert source.validation_rows.arrays
         assert not source.train_rows.arrays
+
+
+def test_numbers_follow_the_rows_of_each_source_of_a_mixture(pairs, tmp_path):
+    other = write_pairs(tmp_path / "others.jsonl", 9)
+    sources = {"a": SourceConfig(pairs), "b": SourceConfig(other, weight=2)}
+    data = {"path": "", "sources": sources, "validation_fraction": 0.4}
+    run = pairs_run("", "precomputed", data=data)
+    full = scored(run, run.load_data())
+    check_batches(full.train(4), 40)
+    for number in range(2):
+        assert check_batches(full.validation(4, source=number), None)
+    write_scores(tmp_path, run, full)
+    # By the names of the sources, in whichever order they are given.
+    data["sources"] = {"b": sources["b"], "a": sources["a"]}
+    turned = pairs_run("", "precomputed", data=data)
+    check_batches(read_scores(tmp_path, turned, turned.load_data()).train(4), 40)
+    # Two sources that have changed names have each other's rows.
+    data["sources"] = {"b": sources["a"], "a": sources["b"]}
+    swapped = pairs_run("", "precomputed", data=data)
+    with pytest.raises(DataChangedError, match="train_rows of b"):
+        read_scores(tmp_path, swapped, swapped.load_data())
 
 
 def test_rows_of_a_plain_stream_have_numbers_too():
