@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Logits: TypeAlias = Float[Array, "parts slots vocab"]
 # Of each layer, arrays of blocks [P, B, G, block, K].
 Cache: TypeAlias = list[tuple[Array, ...]]
-# Of each layer, the tokens that are not yet in the cache: [P, N, G, F, K].
+# Of each layer, the tokens that are not yet in the cache: [P * N, G, F, K].
 NewTokens: TypeAlias = list[tuple[Array, ...]]
 
 
@@ -76,8 +76,14 @@ class Decoding(ABC):
         """
 
     @abstractmethod
-    def reads(self, cache: Cache, pages: Pages) -> Any:
-        """What ``extend`` needs to find the tokens that are cached."""
+    def reads(self, cache: Cache, pages: Pages, *, once: bool = False) -> Any:
+        """What ``extend`` needs to find the tokens that are cached.
+
+        Args:
+          cache: The tokens up to ``pages.starts``.
+          pages: Where they are.
+          once: Whether it is called only once.
+        """
 
     @abstractmethod
     def extend(
@@ -107,7 +113,7 @@ class Decoding(ABC):
 
         def empty(pool: Array) -> Array:
             parts, _, heads, _, width = pool.shape
-            return jnp.zeros((parts, slots, heads, count, width), pool.dtype)
+            return jnp.zeros((parts * slots, heads, count, width), pool.dtype)
 
         return jax.tree.map(empty, cache)
 
@@ -152,8 +158,11 @@ class RecomputedDecoding(Decoding):
         del params
         return [(jnp.zeros((parts, blocks[0], 1, block, 1), jnp.int32),)]
 
-    def reads(self, cache: Cache, pages: Pages) -> Int[Array, "parts slots length"]:
+    def reads(
+        self, cache: Cache, pages: Pages, *, once: bool = False
+    ) -> Int[Array, "parts slots length"]:
         """The cached tokens of each row."""
+        del once
         return gather_blocks(cache[0][0], pages.tables[0])[:, :, 0, :, 0]
 
     def extend(
@@ -168,9 +177,9 @@ class RecomputedDecoding(Decoding):
     ) -> tuple[Logits, NewTokens]:
         """See ``Decoding``. What follows the last token is another document."""
         del cache
-        more = tokens.astype(jnp.int32)[:, :, None, :, None]
-        buffer = jax.lax.dynamic_update_slice(new[0][0], more, (0, 0, 0, index, 0))
         parts, slots, length = reads.shape
+        more = tokens.astype(jnp.int32).reshape(parts * slots, 1, -1, 1)
+        buffer = jax.lax.dynamic_update_slice(new[0][0], more, (0, 0, index, 0))
         positions = jnp.arange(length, dtype=jnp.int32)[None]
         starts = pages.starts.reshape(-1, 1)
         added = buffer.reshape(parts * slots, -1)

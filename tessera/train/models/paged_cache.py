@@ -13,8 +13,9 @@ Attention reads the blocks of all slots as one list of chunks, some at a time, a
 combines the softmax of each: its work is that of the tokens that are there, not of the
 longest row.
 
-Shape suffixes: P parts, N slots of a part, S new tokens, F their buffer, H query heads,
-G key/value heads, K head_dim, T cached tokens, B blocks of a pool, M items at a time.
+Shape suffixes: P parts, N slots of a part, X slots of all, S new tokens, F their
+buffer, H query heads, G key/value heads, K head_dim, T cached tokens, B blocks of a
+pool, M items at a time.
 
 Sources: PagedAttention, arXiv 2309.06180; Flash-Decoding, Dao et al. 2023.
 """
@@ -71,7 +72,8 @@ class Chunks(NamedTuple):
       blocks: ``[P, W, blocks of a chunk]``.
       firsts: The position of each item's first token ``[P, W]``.
       starts: Tokens of each slot that are cached ``[P, N]``.
-      rounds: How often attention takes ``ITEMS`` of them.
+      rounds: How many times ``ITEMS`` of them there are.
+      copies: Keys and values of the first ones: ``copied``.
     """
 
     slots: Int[Array, "parts items"]
@@ -79,12 +81,16 @@ class Chunks(NamedTuple):
     firsts: Int[Array, "parts items"]
     starts: Int[Array, "parts slots"]
     rounds: Int[Array, ""]
+    copies: tuple[tuple[Array, Array], ...] = ()
 
 
 def chunks_of(pages: Pages, kind: int, window: int | None) -> Chunks:
     """The chunks of a kind of layer: of all tokens, or those of a window."""
-    block, few = pages.block, max(CHUNK // pages.block, 1)
+    block = pages.block
     slots, width = pages.tables[kind].shape[1:]
+    if window is not None:
+        width = min(width, -(-window // block) + 1)
+    few = min(max(CHUNK // block, 1), width)
     items = ITEMS * -(-slots * -(-width // few) // ITEMS)
 
     def of_part(table: Array, starts: Array) -> tuple[Array, ...]:
@@ -118,8 +124,33 @@ gather_blocks = jax.vmap(_blocks_of)
 """``[P, B, G, block, K]`` and ids ``[P, N, C]`` to ``[P, N, G, C * block, K]``."""
 
 
+def copied(chunks: Chunks, pool: tuple[Array, ...]) -> Chunks:
+    """Chunks with copies of the first ones, for programs that read them many times.
+
+    They take at most the memory of the pool and of a chunk of each slot, in arrays of
+    ``ITEMS``, as many, twice as many, and so on: attention goes through those that have
+    any of its rows. Chunks behind them are read from the pool.
+    """
+    items, few = chunks.blocks.shape[1:]
+    room = min(items, pool[0].shape[1] // few + chunks.starts.shape[1])
+    copies, first, size = list[tuple[Array, Array]](), 0, ITEMS
+
+    def gather(ids: Array) -> tuple[Array, ...]:
+        return tuple(gather_blocks(each, ids) for each in pool)
+
+    def zeros(ids: Array) -> tuple[Array, ...]:
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(gather, ids))
+
+    while first < room:
+        ids = chunks.blocks[:, first : first + size]
+        copies.append(lax.cond(chunks.rounds * ITEMS > first, gather, zeros, ids))
+        first += ids.shape[1]
+        size = first
+    return chunks._replace(copies=tuple(copies))
+
+
 def store(
-    pool_PBGTK: Array, new_PNGFK: Array, pages: Pages, kind: int
+    pool_PBGTK: Array, new_XGFK: Array, pages: Pages, kind: int
 ) -> Float[Array, "parts blocks kv_heads block head_dim"]:
     """The pool with the new tokens, and zeros behind them in their blocks."""
     block, writes = pages.block, pages.writes[kind]
@@ -141,7 +172,8 @@ def store(
         rows = rows.reshape(slots, -1, few, *pool.shape[2:]).swapaxes(1, 2)
         return pool.at[writes].set(rows, mode="drop")
 
-    new = new_PNGFK.astype(pool_PBGTK.dtype)
+    new = new_XGFK.astype(pool_PBGTK.dtype)
+    new = new.reshape(*pages.starts.shape, *new.shape[1:])
     return jax.vmap(of_part)(pool_PBGTK, new, pages.starts, pages.tables[kind], writes)
 
 
@@ -160,14 +192,14 @@ class _Softmax(NamedTuple):
 
 
 def _partial_softmax(
-    q_PNGQK: Array, k_PNGTK: Array, v_PNGTK: Array, mask: Array, cap: float | None
+    q_GQK: Array, k_GTK: Array, v_GTK: Array, mask: Array, cap: float | None
 ) -> _Softmax:
     """The softmax of each query over the keys of its own row."""
     # In this order, XLA on CPUs takes half of the time.
     scores = jnp.einsum(
-        "pngtk,pngqk->pngtq",
-        k_PNGTK.astype(q_PNGQK.dtype),
-        q_PNGQK,
+        "...tk,...qk->...tq",
+        k_GTK.astype(q_GQK.dtype),
+        q_GQK,
         preferred_element_type=jnp.float32,
     ).swapaxes(-1, -2)
     if cap is not None:
@@ -176,9 +208,9 @@ def _partial_softmax(
     most = scores.max(axis=-1)
     weights = jnp.exp(scores - most[..., None])
     values = jnp.einsum(
-        "pngqt,pngtk->pngqk",
-        weights.astype(q_PNGQK.dtype),
-        v_PNGTK.astype(q_PNGQK.dtype),
+        "...qt,...tk->...qk",
+        weights.astype(q_GQK.dtype),
+        v_GTK.astype(q_GQK.dtype),
         preferred_element_type=jnp.float32,
     )
     return _Softmax(most, weights.sum(axis=-1), values)
@@ -218,9 +250,9 @@ def paged_attention(
     Args:
       q_PNSHK: Queries, scaled.
       pool: Keys and values ``[P, B, G, block, K]``.
-      new: Keys and values ``[P, N, G, F, K]`` of the new tokens, those of the queries
+      new: Keys and values ``[P * N, G, F, K]`` of the new tokens, those of the queries
         from ``index`` on.
-      chunks: What is read of the pool.
+      chunks: What is read of the pool, or of copies.
       index: New tokens before those of the queries.
       window: Tokens that a query attends to, its own included; None is all.
       soft_cap: Scores x become ``cap * tanh(x / cap)``.
@@ -237,16 +269,19 @@ def paged_attention(
         is_seen = key <= query
         return is_seen if window is None else is_seen & (key > query - window)
 
-    k_PNGFK, v_PNGFK = new
-    mask = seen(jnp.arange(k_PNGFK.shape[3]), offset[:, None])
-    state = _partial_softmax(q_PNGQK, k_PNGFK, v_PNGFK, mask, soft_cap)
+    # Without the dim of parts, whose size may be 1: XLA on CPUs would copy the buffers.
+    mask = seen(jnp.arange(new[0].shape[2]), offset[:, None])
+    q_XGQK, (k_XGFK, v_XGFK) = q_PNGQK.reshape(-1, *q_PNGQK.shape[2:]), new
+    state = _partial_softmax(q_XGQK, k_XGFK, v_XGFK, mask, soft_cap)
+    state = _Softmax(*(x.reshape(parts, slots, *x.shape[1:]) for x in state))
 
-    def round_(number: Array, state: _Softmax) -> _Softmax:
-        own, blocks, firsts = (
-            lax.dynamic_slice_in_dim(x, number * ITEMS, ITEMS, axis=1)
-            for x in chunks[:3]
+    def attend(
+        first: Array, k_PMGTK: Array, v_PMGTK: Array, state: _Softmax
+    ) -> _Softmax:
+        own, firsts = (
+            lax.dynamic_slice_in_dim(x, first, k_PMGTK.shape[1], axis=1)
+            for x in (chunks.slots, chunks.firsts)
         )
-        k_PMGTK, v_PMGTK = (gather_blocks(each, blocks) for each in pool)
         is_own = own[:, None] == jnp.arange(slots)[:, None]
         own = jnp.minimum(own, slots - 1)
         q_PMGQK = jnp.take_along_axis(q_PNGQK, own[..., None, None, None], axis=1)
@@ -256,7 +291,24 @@ def paged_attention(
         items = _partial_softmax(q_PMGQK, k_PMGTK, v_PMGTK, mask[:, :, None], soft_cap)
         return _combine(state, items, is_own)
 
-    most, total, values = lax.fori_loop(0, chunks.rounds, round_, state)
+    def keep(_first: Array, _k: Array, _v: Array, state: _Softmax) -> _Softmax:
+        return state
+
+    first = 0
+    for k_PMGTK, v_PMGTK in chunks.copies:
+        has_any = chunks.rounds * ITEMS > first
+        arguments = jnp.int32(first), k_PMGTK, v_PMGTK, state
+        state = lax.cond(has_any, attend, keep, *arguments)
+        first += k_PMGTK.shape[1]
+
+    def round_(number: Array, state: _Softmax) -> _Softmax:
+        first = number * ITEMS
+        blocks = lax.dynamic_slice_in_dim(chunks.blocks, first, ITEMS, axis=1)
+        k_PMGTK, v_PMGTK = (gather_blocks(each, blocks) for each in pool)
+        return attend(first, k_PMGTK, v_PMGTK, state)
+
+    state = lax.fori_loop(first // ITEMS, chunks.rounds, round_, state)
+    most, total, values = state
     if sinks_H is not None:
         sinks = sinks_H.astype(jnp.float32).reshape(kv_heads, 1, -1)
         sinks = jnp.broadcast_to(sinks, (kv_heads, count, sinks.shape[-1]))

@@ -68,7 +68,7 @@ def _fill(
     """The cache with one chunk of each row."""
     weights = decoding.weights(params)
     new = decoding.new_tokens(cache, *tokens.shape[1:])
-    reads = decoding.reads(cache, pages)
+    reads = decoding.reads(cache, pages, once=True)
     start = jnp.int32(0)
     _, new = decoding.extend(weights, cache, new, tokens, start, pages, reads)
     return decoding.stored(cache, new, pages)

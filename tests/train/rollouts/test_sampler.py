@@ -14,7 +14,8 @@ import pytest
 
 from tessera.errors import OperandError, ParameterTreeError
 from tessera.mesh import Mesh
-from tessera.train.models import DecoderConfig, DecoderModel
+from tessera.train.models import DecoderConfig, DecoderModel, paged_cache
+from tessera.train.models.decoder import cached_decoding
 from tessera.train.models.decoder.config import LoraConfig
 from tessera.train.models.pipeline_stages import StageSplit
 from tessera.train.rollouts import Completion, Sampler, generate
@@ -341,6 +342,31 @@ def test_a_local_layer_caches_its_window_alone() -> None:
     expected = jax.nn.log_softmax(jax.jit(MODEL.apply)(PARAMS, row)[0])
     own = expected[np.arange(149, 199), made[2].tokens]
     np.testing.assert_allclose(made[2].log_probs, own, atol=1e-4)
+
+
+@pytest.mark.full
+def test_chunks_without_room_for_a_copy_are_read_from_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_cache, "CHUNK", 4)
+    monkeypatch.setattr(paged_cache, "ITEMS", 2)
+    model = DecoderModel(replace(CONFIG, window=13, logit_soft_cap=3.0))
+    copied, counts = paged_cache.copied, set[tuple[int, int]]()
+
+    def counted(chunks: Any, pool: Any) -> Any:
+        made = copied(chunks, pool)
+        copies = sum(keys.shape[1] for keys, _ in made.copies)
+        counts.add((copies, chunks.slots.shape[1]))
+        return made
+
+    monkeypatch.setattr(cached_decoding, "copied", counted)
+    # The pool has room for 16 rows, as they share their prompt.
+    sizes: Any = {"num_tokens": 3, "max_length": 32, "block": 4, "cache_tokens": 160}
+    prompts = [[*range(12), *range(12), 5, 4, 3, 2, 1]] * 16
+    sampler = Sampler(model, slots=16, dispatch_tokens=2, **sizes)
+    made = sampler.complete(drawn(model), prompts, KEY)
+    check(made, prompts, model, drawn(model))
+    assert counts == {(64, 128), (64, 80)}
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
+from tessera.tracing import scope
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.decoder.layers import Attend
 from tessera.train.models.decoder.rotary import rotation
@@ -27,6 +28,7 @@ from tessera.train.models.paged_cache import (
     Chunks,
     Pages,
     chunks_of,
+    copied,
     paged_attention,
 )
 from tessera.train.models.parameter_tree import DimNames
@@ -85,7 +87,7 @@ class CachedDecoding(Decoding):
         stacked, shared = model.divide(model.plain(params))
         layer_names, shared_names = model.divide(model.plain_dim_names())
 
-        def copied(
+        def of_layer(
             layer: int | None, path: Any, array: Array, names: DimNames
         ) -> Array:
             if layer is not None:
@@ -96,10 +98,10 @@ class CachedDecoding(Decoding):
 
         copy = jax.tree_util.tree_map_with_path
         layers = [
-            copy(partial(copied, number), stacked, layer_names)
+            copy(partial(of_layer, number), stacked, layer_names)
             for number in range(model.config.num_layers)
         ]
-        return layers, copy(partial(copied, None), shared, shared_names)
+        return layers, copy(partial(of_layer, None), shared, shared_names)
 
     def new_cache(
         self, params: Tree, parts: int, blocks: Sequence[int], block: int
@@ -115,10 +117,19 @@ class CachedDecoding(Decoding):
 
         return [(pool(kind), pool(kind)) for kind in self.kinds]
 
-    def reads(self, cache: Cache, pages: Pages) -> tuple[Chunks, ...]:
-        """The chunks that each kind of layer reads."""
-        del cache
-        return tuple(chunks_of(pages, k, w) for k, w in enumerate(self.windows))
+    def reads(self, cache: Cache, pages: Pages, *, once: bool = False) -> list[Chunks]:
+        """The chunks that each layer reads.
+
+        On CPUs, reading them from the pool takes as long as all else of a token. On
+        accelerators the memory of copies is scarce.
+        """
+        chunks = [chunks_of(pages, k, w) for k, w in enumerate(self.windows)]
+        mesh = self.place.mesh
+        device = scope.device() if mesh is None else mesh.compile_mesh.devices.flat[0]
+        own = [chunks[kind] for kind in self.kinds]
+        if once or device.platform != "cpu":
+            return own
+        return [copied(each, pool) for each, pool in zip(own, cache, strict=True)]
 
     def extend(
         self,
@@ -142,7 +153,7 @@ class CachedDecoding(Decoding):
         def attention(layer: int) -> Attend:
             def attend(q: Array, k: Array, v: Array, *sinks_H: Array) -> Array:
                 buffers = tuple(
-                    self._put(buffer, x.reshape(parts, slots, *x.shape[1:]), index)
+                    self._put(buffer, x, index)
                     for buffer, x in zip(new[layer], (k, v), strict=True)
                 )
                 added.append(buffers)
@@ -150,7 +161,7 @@ class CachedDecoding(Decoding):
                     q.reshape(parts, slots, *q.shape[1:]),
                     cache[layer],
                     buffers,
-                    reads[self.kinds[layer]],
+                    reads[layer],
                     index,
                     window=self._window(layer),
                     soft_cap=config.attention_soft_cap,
@@ -166,11 +177,11 @@ class CachedDecoding(Decoding):
         logits = modules[0].logits(x_BSD[:, -1:], place=self.place)
         return logits.reshape(parts, slots, -1), added
 
-    def _put(self, buffer: Array, x_PNSGK: Array, index: Int[Array, ""]) -> Array:
+    def _put(self, buffer: Array, x_BSGK: Array, index: Int[Array, ""]) -> Array:
         """A buffer of new tokens with some more."""
-        x_PNGSK = jnp.swapaxes(x_PNSGK, 2, 3).astype(buffer.dtype)
-        start = (0, 0, 0, index, 0)
-        return self._constrained(jax.lax.dynamic_update_slice(buffer, x_PNGSK, start))
+        x_BGSK = jnp.swapaxes(x_BSGK, 1, 2).astype(buffer.dtype)
+        start = (0, 0, index, 0)
+        return self._constrained(jax.lax.dynamic_update_slice(buffer, x_BGSK, start))
 
     def _window(self, layer: int) -> int | None:
         config = self.model.config
@@ -180,4 +191,5 @@ class CachedDecoding(Decoding):
         # With fewer key/value heads than tp, attention repeats them for its devices.
         is_repeated = self.place.size("heads") > self.model.config.num_kv_heads
         name = "heads" if is_repeated else "kv_heads"
-        return self.place.constrain(x, "batch", None, name, None, None)
+        others = (None,) * (x.ndim - 4)
+        return self.place.constrain(x, "batch", *others, name, None, None)
