@@ -30,7 +30,9 @@ RUN_DIR: Final = "hydra.run.dir"
 _FORMS: Final = {
     "model.mesh_shape": "write sizes and axes: 'model.mesh_shape=[[4,2],[fsdp,tp]]'"
 }
-_CALLS: Final = """quote what has parentheses: 'rewards=[exact,"length(most=200)"]'"""
+_CALLS: Final = (
+    """quote what has parentheses: 'rewards=[exact,"length(maximum=200)"]'"""
+)
 _SWEEPING: Final = re.compile(r"hydra[./](sweep|launcher|sweeper)\b")
 
 

@@ -87,6 +87,7 @@ def test_keys_that_do_not_exist_are_T501(override, hint):
         ("training.resume=true", "use none, auto, or the folder of a run"),
         ("training.remat=true", "use none, named, dots, full or auto, a list with"),
         ("recipe=peft", "write recipe=lora"),
+        ("recipe=orpo", "write recipe=preference preference.loss=orpo"),
         ("model.mesh_shape=8", "write sizes and axes: 'model.mesh_shape=[[4,2],[fsdp"),
     ],
 )
@@ -134,7 +135,7 @@ def test_an_optimizer_takes_its_own_settings_only():
             "  got: rewards=[exact,length(most=200)]: HydraException while evaluating "
             "'length(most=200)': Unknown function 'length'\n"
             "  fix: quote what has parentheses: "
-            "'rewards=[exact,\"length(most=200)\"]'\n",
+            "'rewards=[exact,\"length(maximum=200)\"]'\n",
         ),
         (
             "training=null",

@@ -2,6 +2,7 @@
 """Rewards are those of their completions, and a bad function costs its own alone."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.errors import RewardError
+from tessera.errors import RewardError, SettingValueError
+from tessera.train.config.overrides import parse
 from tessera.train.rewards import Rewards
 from tests.train.rewards.functions import VALUES
 
@@ -366,6 +368,17 @@ def test_a_name_of_a_folder_says_how_to_write_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rm").mkdir()
     assert "write ./rm for the model" in refusal("rm")
+
+
+def test_the_rewards_that_the_guide_writes_can_be_used():
+    guide = (Path(__file__).parents[3] / "docs/guides/own-rewards.md").read_text()
+    (text,) = re.findall(r"`'(rewards=\[.*?\])'`", guide)
+    with pytest.raises(SettingValueError) as caught:
+        parse(text.replace('"', ""))
+    assert text in caught.value.fix
+    columns = "answer", "schema", "completion_ids"
+    with Rewards(parse(text).value(), columns=columns, processes=1) as rewards:
+        assert rewards.names == ("exact", "length")
 
 
 def test_a_column_cannot_be_what_is_sampled():
