@@ -25,7 +25,6 @@ from tessera.train.loop.reward_models import RewardModel
 from tessera.train.loop.run_folder import SAMPLES
 from tessera.train.loop.train_state import TrainState
 from tessera.train.loop.trajectory_writer import TrajectoryWriter, answer_of
-from tessera.train.models.families.published_files import Published
 from tessera.train.rewards.reward_names import ENVIRONMENT
 from tessera.train.rewards.rewards import Rewards, Scores
 from tessera.train.rollouts.completions import RolloutStopped
@@ -90,7 +89,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
       columns: What it is given of each record.
       on_phase: Called with the phase that begins and the step's number.
       samples: The file that some completions are appended to; None keeps none.
-      published: What the run began with says beside its weights.
+      published: The files of the folder that the run began with.
     """
 
     def __init__(
@@ -101,14 +100,14 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         columns: Sequence[str],
         on_phase: Callable[[str, int], None],
         samples: Path | None,
-        published: Published | None = None,
+        published: Mapping[str, str] | None = None,
     ) -> None:
         self._run, self._corpus, self._rewards = run, corpus, rewards
         self._on_phase, self._samples = on_phase, samples
         self._settings = run.config.grpo
         self._columns = columns
         self._said = set[str]()
-        self._writer = TrajectoryWriter(run, corpus, columns, published or Published())
+        self._writer = TrajectoryWriter(run, corpus, columns, published or {})
 
     def __exit__(self, *_: object) -> None:
         if self._rewards is not None:
@@ -346,9 +345,7 @@ def open_rollouts(
             processes=settings.reward_processes,
         )
     samples = None if jax.process_index() else folder / SAMPLES
-    return RolloutBatches(
-        *(run, corpus, rewards, columns, on_phase, samples), Published.parse(published)
-    )
+    return RolloutBatches(run, corpus, rewards, columns, on_phase, samples, published)
 
 
 def _json(value: float) -> float | None:

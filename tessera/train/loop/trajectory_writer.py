@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TrajectoryWriter``: what a policy writes after prompts, and whoever answers it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class TrajectoryWriter:
       run: The run.
       corpus: Its prompts.
       columns: What environments are made from.
-      published: What the run began with says beside its weights.
+      published: The files of the folder that the run began with.
 
     Raises:
       SettingValueError: [T502] there is no such environment or kind of server.
@@ -48,7 +48,7 @@ class TrajectoryWriter:
         run: Run,
         corpus: PromptCorpus,
         columns: Sequence[str],
-        published: Published,
+        published: Mapping[str, str],
     ) -> None:
         self._run, self._settings = run, run.config.grpo
         tokenizer, name = corpus.tokenizer, run.config.data.tokenizer_name
@@ -72,7 +72,8 @@ class TrajectoryWriter:
             if weights is None:
                 self._server = OpenAIServer(url, name)
             else:
-                self._weights = ServerWeights(weights, url, name, run.model, published)
+                given = run.model, Published.parse(published)
+                self._weights = ServerWeights(weights, url, name, *given)
 
     def write(
         self,
