@@ -74,7 +74,7 @@ RUNS = {
     "a policy": (
         *("training.objective=policy", "data=prompts", f"data.path={PAIRS}"),
         *("data.synthetic.tokens=2000000", "data.tokenizer=bytes"),
-        *("model.vocab_size=264", "rewards=[length(most=5)]", "grpo.group_size=2"),
+        *("model.vocab_size=264", "rewards=[length(maximum=5)]", "grpo.group_size=2"),
         *("grpo.max_completion=4", "grpo.kl_coefficient=0.1"),
     ),
     "the standard library": (
