@@ -45,6 +45,7 @@ def with_reference(run: Run, state: TrainState, batch: dict[str, Any]) -> Any:
     """
     if run.score_reference is None or "reference" in batch:
         return batch
+    assert run.reference != PRECOMPUTED, "the first weights have scored its rows"
     rows = {name: batch[name] for name in BATCH}
     values = run.score_reference(run.reference_params(state), rows)
     return batch | {"reference": values}
@@ -85,8 +86,9 @@ def scored_data(
     steps = training.gradient_accumulation_steps
     share = Share(size, shard.index, shard.count, steps)
     limit = None if once else training.validation_sequences
-    arrays, said = dict[str, np.ndarray](), -inf
-    for name, rows in _parts(run, corpus).items():
+    parts, arrays = _parts(run, corpus), dict[str, np.ndarray]()
+    done, total, said = 0, sum(map(len, parts.values())), -inf
+    for name, rows in parts.items():
         order = validation_order(len(rows), limit)
         arrays[name] = np.zeros((len(rows), training.sequence_length), np.float32)
         batches = validation_batches(rows, share, prefetch=corpus.prefetch, limit=limit)
@@ -97,13 +99,15 @@ def scored_data(
                     on_phase()
                     if once:
                         log.info(
-                            "the reference model scored %d of %d %s",
-                            *(at, len(order), name.replace("_", " ")),
+                            "the reference model scored %d of %d rows", done, total
                         )
                 if not should_continue():
                     return None
                 chosen = order[at : at + size]
                 arrays[name][chosen] = _scores(run, state, batch)[: len(chosen)]
+                done += len(chosen)
+    if once:
+        log.info("the reference model scored all rows")
     return _with_scores(corpus, arrays)
 
 
@@ -112,7 +116,8 @@ def _scores(run: Run, state: TrainState, batch: Batch) -> np.ndarray:
     steps = run.config.training.gradient_accumulation_steps
     folded = {n: a.reshape(steps, -1, a.shape[-1]) for n, a in batch.items()}
     placed = run.host_shard.to_global(folded, batch_spec(run.step_config), dim=1)
-    found = on_every_host(with_reference(run, state, placed)["reference"])
+    assert run.score_reference is not None, "a reference model scores them"
+    found = on_every_host(run.score_reference(run.reference_params(state), placed))
     return found.reshape(run.rows_per_step, -1)
 
 
