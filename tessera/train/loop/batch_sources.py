@@ -6,12 +6,11 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Protocol
 
-from tessera.train.config.step_config import batch_spec
 from tessera.train.data import Batch, Corpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.evaluation import validation_means
 from tessera.train.loop.position import Position, StepInput
-from tessera.train.loop.reference_scores import with_reference
+from tessera.train.loop.reference_scores import step_batch, with_reference
 from tessera.train.loop.train_state import TrainState
 
 
@@ -70,23 +69,18 @@ class CorpusBatches:
         """See ``BatchSource``."""
         del drain, should_continue
         run, cursor = self._run, position().cursor
-        spec, shard = batch_spec(run.step_config), run.host_shard
-        steps = run.config.training.gradient_accumulation_steps
+        shard = run.host_shard
         with closing(
             self.corpus.train(
                 run.rows_per_step,
                 shard.index,
                 shard.count,
                 cursor.rows,
-                microbatches=steps,
+                microbatches=run.config.training.gradient_accumulation_steps,
             )
         ) as batches:
             for batch in self._timed(batches):
-                folded = {
-                    name: array.reshape(steps, -1, array.shape[-1])
-                    for name, array in batch.items()
-                }
-                placed = shard.to_global(folded, spec, dim=1)
+                placed = step_batch(run, batch)
                 placed = with_reference(run, position().state, placed)
                 cursor = cursor.advance(run.rows_per_step)
                 yield StepInput(placed, cursor)

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
+import jax
 import numpy as np
 
 from tessera.errors import CheckpointMismatchError, DataChangedError
@@ -33,6 +34,13 @@ FILE: Final = "reference.npz"
 _FINGERPRINTS: Final = "fingerprints"
 # Seconds between two lines that say how far it is.
 _EVERY: Final = 30.0
+
+
+def step_batch(run: Run, batch: Batch) -> dict[str, jax.Array]:
+    """This process's rows of a step on their devices, ``[accumulation, B, S]``."""
+    steps = run.config.training.gradient_accumulation_steps
+    folded = {n: a.reshape(steps, -1, a.shape[-1]) for n, a in batch.items()}
+    return run.host_shard.to_global(folded, batch_spec(run.step_config), dim=1)
 
 
 def with_reference(run: Run, state: TrainState, batch: dict[str, Any]) -> Any:
@@ -113,10 +121,8 @@ def scored_data(
 
 def _scores(run: Run, state: TrainState, batch: Batch) -> np.ndarray:
     """Those of all rows of a step, [rows, S], by this process's part of them."""
-    steps = run.config.training.gradient_accumulation_steps
-    folded = {n: a.reshape(steps, -1, a.shape[-1]) for n, a in batch.items()}
-    placed = run.host_shard.to_global(folded, batch_spec(run.step_config), dim=1)
     assert run.score_reference is not None, "a reference model scores them"
+    placed = step_batch(run, batch)
     found = on_every_host(run.score_reference(run.reference_params(state), placed))
     return found.reshape(run.rows_per_step, -1)
 
