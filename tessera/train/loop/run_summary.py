@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,6 +21,7 @@ from tessera.train.config.optimizer_config import scaled_learning_rate
 from tessera.train.config.post_training_config import POLICY
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.data.corpus import Corpus
+from tessera.train.data.prompts import PromptCorpus
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log
 from tessera.train.loop.policy_sampler import compiled_rollout
@@ -61,6 +63,7 @@ def start_rows(
         epochs = corpus.describe_epochs(rows_read(run))
         rows += [
             ("batch", f"{_batch(run)} a step; {steps} are {epochs}"),
+            *_fill(run, corpus),
             ("optimizer", _optimizer(settings, mesh)),
         ]
     changed = " ".join(composed.changed)
@@ -109,6 +112,22 @@ def _data(corpus: Corpus) -> str:
             text += f"; {learned:.0%} of the tokens are learned (data.loss_on)"
         texts.append(text)
     return "; ".join(texts)
+
+
+def _fill(run: Run, corpus: Corpus) -> Iterator[tuple[str, str]]:
+    """The share of a row of a policy that has tokens: each row is one completion."""
+    config, grpo = run.config, run.config.grpo
+    if isinstance(corpus, PromptCorpus) and grpo.environment is None:
+        source, most = corpus.sources[0], grpo.max_completion
+        sides: Any = source.train_rows, source.validation_rows
+        # Longer prompts are left out. The last token of a row is a target only.
+        longest = min(max(side.longest for side in sides), config.longest_prompt)
+        share = (longest + most - 1) / config.training.sequence_length
+        yield (
+            "fill",
+            f"at most {share:.0%} of a row: {longest:,} tokens of the longest prompt, "
+            f"{most:,} of a completion",
+        )
 
 
 def _precision(settings: Config) -> str:
@@ -272,7 +291,7 @@ def dry_run(run: Run, notes: Sequence[str], published: Mapping[str, str]) -> Non
         warnings = run.warnings(Published.parse(published))
         for line in (*warnings, *(corpus.warnings() if corpus else ())):
             log.warning("%s", line)
-        rows = [("data", _data(corpus))] if corpus else []
+        rows = [("data", _data(corpus)), *_fill(run, corpus)] if corpus else []
         rollout = compiled_rollout(run)
         console.show_table("run", [*rows, *run_rows(run, rollout)])
         log.info("%s", dry_run_text(run, rollout))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from tessera.analysis.collective import Collective
@@ -34,8 +35,11 @@ from tessera.train.loop.run_summary import (
     run_rows,
     start_rows,
 )
+from tessera.train.rollouts.rollout import rows_of
+from tessera.train.rollouts.trajectories import Trajectory
 from tests.small_model import SMALL
 from tests.train.data.chat_folders import turns, write_folder
+from tests.train.loop.post_training_runs import policy_run, write_prompts
 
 # What was compiled elsewhere has the lines of elsewhere, which say what is planned.
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -335,6 +339,26 @@ def test_a_dry_run_for_a_target_may_have_its_data_there(tmp_path, monkeypatch, c
     assert "the data is not read: " in seen
     with pytest.raises(DataNotFoundError):
         dry(monkeypatch, capsys, gone)
+
+
+def test_a_policy_says_which_part_of_a_row_its_longest_completion_fills(
+    tmp_path, monkeypatch, capsys
+):
+    run = policy_run(write_prompts(tmp_path / "sums.jsonl"))
+    prompt, completion = 5, 6  # a separator, a+b= and what is written
+    row = rows_of(
+        [np.arange(prompt, dtype=np.int32)],
+        [Trajectory(np.arange(completion), *[np.ones(completion, bool)] * 2, True)],
+        run.config.training.sequence_length,
+    )
+    assert (row["segment_ids"] > 0).mean() == 10 / 16
+    fill = "62% of a row: 5 tokens of the longest prompt, 6 of a completion"
+    monkeypatch.setattr(run_summary, "compiled_rollout", lambda run: None)
+    monkeypatch.setattr(run_summary, "open_rollouts", lambda *_: None)
+    monkeypatch.setattr(run_summary, "run_rows", lambda run, rollout: [])
+    monkeypatch.setattr(run_summary, "dry_run_text", lambda run, rollout: "text")
+    dry_run(run, (), {})
+    assert f"  fill  at most {fill}" in capsys.readouterr().out
 
 
 # --- programs beside the step
