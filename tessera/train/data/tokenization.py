@@ -308,7 +308,8 @@ def _file_in(folder: Path) -> Path:
         f"the folder {str(folder)!r} has no tokenizer",
         got=f"no {TOKENIZER_FILE}",
         fix="save the tokenizer there with Hugging Face Transformers' save_pretrained, "
-        "or choose another one: data.tokenizer=<file or folder>, or bytes",
+        "or choose another one: data.tokenizer=<file or folder>, or bytes\n"
+        "or, for tessera generate, name the run that was exported",
     )
 
 

@@ -214,6 +214,7 @@ def test_a_folder_without_a_tokenizer_says_what_it_lacks(tmp_path):
         "  fix: save the tokenizer there with Hugging Face Transformers' "
         "save_pretrained, or choose another one: data.tokenizer=<file or folder>, "
         "or bytes\n"
+        "  fix: or, for tessera generate, name the run that was exported\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T605.html"
     )
 
