@@ -76,14 +76,8 @@ class Decoding(ABC):
         """
 
     @abstractmethod
-    def reads(self, cache: Cache, pages: Pages, *, once: bool = False) -> Any:
-        """What ``extend`` needs to find the tokens that are cached.
-
-        Args:
-          cache: The tokens up to ``pages.starts``.
-          pages: Where they are.
-          once: Whether it is called only once.
-        """
+    def reads(self, cache: Cache, pages: Pages, *, once: bool) -> Any:
+        """What ``extend``, called once or often, needs to find the cached tokens."""
 
     @abstractmethod
     def extend(
@@ -159,7 +153,7 @@ class RecomputedDecoding(Decoding):
         return [(jnp.zeros((parts, blocks[0], 1, block, 1), jnp.int32),)]
 
     def reads(
-        self, cache: Cache, pages: Pages, *, once: bool = False
+        self, cache: Cache, pages: Pages, *, once: bool
     ) -> Int[Array, "parts slots length"]:
         """The cached tokens of each row."""
         del once

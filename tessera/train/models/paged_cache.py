@@ -124,19 +124,25 @@ gather_blocks = jax.vmap(_blocks_of)
 """``[P, B, G, block, K]`` and ids ``[P, N, C]`` to ``[P, N, G, C * block, K]``."""
 
 
+def _keys_and_values(pool: tuple[Array, ...], ids: Array) -> tuple[Array, Array]:
+    """Of each row's blocks: ``[P, N, G, K, T]`` and ``[P, N, G, T, K]``."""
+    keys, values = (gather_blocks(each, ids) for each in pool)
+    return keys.swapaxes(-1, -2), values
+
+
 def copied(chunks: Chunks, pool: tuple[Array, ...]) -> Chunks:
     """Chunks with copies of the first ones, for programs that read them many times.
 
     They take at most the memory of the pool and of a chunk of each slot, in arrays of
     ``ITEMS``, as many, twice as many, and so on: attention goes through those that have
-    any of its rows. Chunks behind them are read from the pool.
+    any. Chunks behind them are read from the pool.
     """
     items, few = chunks.blocks.shape[1:]
     room = min(items, pool[0].shape[1] // few + chunks.starts.shape[1])
     copies, first, size = list[tuple[Array, Array]](), 0, ITEMS
 
     def gather(ids: Array) -> tuple[Array, ...]:
-        return tuple(gather_blocks(each, ids) for each in pool)
+        return _keys_and_values(pool, ids)
 
     def zeros(ids: Array) -> tuple[Array, ...]:
         return jax.tree.map(jnp.zeros_like, jax.eval_shape(gather, ids))
@@ -192,16 +198,15 @@ class _Softmax(NamedTuple):
 
 
 def _partial_softmax(
-    q_GQK: Array, k_GTK: Array, v_GTK: Array, mask: Array, cap: float | None
+    q_GQK: Array, k_GKT: Array, v_GTK: Array, mask: Array, cap: float | None
 ) -> _Softmax:
     """The softmax of each query over the keys of its own row."""
-    # In this order, XLA on CPUs takes half of the time.
     scores = jnp.einsum(
-        "...tk,...qk->...tq",
-        k_GTK.astype(q_GQK.dtype),
+        "...qk,...kt->...qt",
         q_GQK,
+        k_GKT.astype(q_GQK.dtype),
         preferred_element_type=jnp.float32,
-    ).swapaxes(-1, -2)
+    )
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
     scores = jnp.where(mask, scores, _LOWEST)
@@ -250,8 +255,8 @@ def paged_attention(
     Args:
       q_PNSHK: Queries, scaled.
       pool: Keys and values ``[P, B, G, block, K]``.
-      new: Keys and values ``[P * N, G, F, K]`` of the new tokens, those of the queries
-        from ``index`` on.
+      new: Keys ``[P * N, G, K, F]`` and values ``[P * N, G, F, K]`` of the new tokens,
+        those of the queries from ``index`` on.
       chunks: What is read of the pool, or of copies.
       index: New tokens before those of the queries.
       window: Tokens that a query attends to, its own included; None is all.
@@ -270,42 +275,41 @@ def paged_attention(
         return is_seen if window is None else is_seen & (key > query - window)
 
     # Without the dim of parts, whose size may be 1: XLA on CPUs would copy the buffers.
-    mask = seen(jnp.arange(new[0].shape[2]), offset[:, None])
-    q_XGQK, (k_XGFK, v_XGFK) = q_PNGQK.reshape(-1, *q_PNGQK.shape[2:]), new
-    state = _partial_softmax(q_XGQK, k_XGFK, v_XGFK, mask, soft_cap)
+    q_XGQK, (k_XGKF, v_XGFK) = q_PNGQK.reshape(-1, *q_PNGQK.shape[2:]), new
+    mask = seen(jnp.arange(v_XGFK.shape[2]), offset[:, None])
+    state = _partial_softmax(q_XGQK, k_XGKF, v_XGFK, mask, soft_cap)
     state = _Softmax(*(x.reshape(parts, slots, *x.shape[1:]) for x in state))
 
     def attend(
-        first: Array, k_PMGTK: Array, v_PMGTK: Array, state: _Softmax
+        first: Array, k_PMGKT: Array, v_PMGTK: Array, state: _Softmax
     ) -> _Softmax:
         own, firsts = (
-            lax.dynamic_slice_in_dim(x, first, k_PMGTK.shape[1], axis=1)
+            lax.dynamic_slice_in_dim(x, first, v_PMGTK.shape[1], axis=1)
             for x in (chunks.slots, chunks.firsts)
         )
         is_own = own[:, None] == jnp.arange(slots)[:, None]
         own = jnp.minimum(own, slots - 1)
         q_PMGQK = jnp.take_along_axis(q_PNGQK, own[..., None, None, None], axis=1)
         start = jnp.take_along_axis(chunks.starts, own, axis=1)[..., None, None]
-        key = firsts[..., None, None] + jnp.arange(k_PMGTK.shape[3])
+        key = firsts[..., None, None] + jnp.arange(v_PMGTK.shape[3])
         mask = (key < start) & seen(key, start + offset[:, None])
-        items = _partial_softmax(q_PMGQK, k_PMGTK, v_PMGTK, mask[:, :, None], soft_cap)
+        items = _partial_softmax(q_PMGQK, k_PMGKT, v_PMGTK, mask[:, :, None], soft_cap)
         return _combine(state, items, is_own)
 
     def keep(_first: Array, _k: Array, _v: Array, state: _Softmax) -> _Softmax:
         return state
 
     first = 0
-    for k_PMGTK, v_PMGTK in chunks.copies:
+    for k_PMGKT, v_PMGTK in chunks.copies:
         has_any = chunks.rounds * ITEMS > first
-        arguments = jnp.int32(first), k_PMGTK, v_PMGTK, state
+        arguments = jnp.int32(first), k_PMGKT, v_PMGTK, state
         state = lax.cond(has_any, attend, keep, *arguments)
-        first += k_PMGTK.shape[1]
+        first += v_PMGTK.shape[1]
 
     def round_(number: Array, state: _Softmax) -> _Softmax:
         first = number * ITEMS
         blocks = lax.dynamic_slice_in_dim(chunks.blocks, first, ITEMS, axis=1)
-        k_PMGTK, v_PMGTK = (gather_blocks(each, blocks) for each in pool)
-        return attend(first, k_PMGTK, v_PMGTK, state)
+        return attend(first, *_keys_and_values(pool, blocks), state)
 
     state = lax.fori_loop(first // ITEMS, chunks.rounds, round_, state)
     most, total, values = state

@@ -91,7 +91,7 @@ def _decode(
       drawn, and the log-probabilities.
     """
     weights = decoding.weights(params)
-    reads = decoding.reads(cache, pages)
+    reads = decoding.reads(cache, pages, once=False)
     shape = slots.tokens.shape
     new = decoding.new_tokens(cache, shape[1], steps)
 

@@ -117,7 +117,15 @@ class CachedDecoding(Decoding):
 
         return [(pool(kind), pool(kind)) for kind in self.kinds]
 
-    def reads(self, cache: Cache, pages: Pages, *, once: bool = False) -> list[Chunks]:
+    def new_tokens(self, cache: Cache, slots: int, count: int) -> NewTokens:
+        """See ``Decoding``. Keys are transposed: on CPUs that takes a third."""
+        return _keys_transposed(super().new_tokens(cache, slots, count))
+
+    def stored(self, cache: Cache, new: NewTokens, pages: Pages) -> Cache:
+        """See ``Decoding``."""
+        return super().stored(cache, _keys_transposed(new), pages)
+
+    def reads(self, cache: Cache, pages: Pages, *, once: bool) -> list[Chunks]:
         """The chunks that each layer reads.
 
         On CPUs, reading them from the pool takes as long as all else of a token. On
@@ -152,9 +160,11 @@ class CachedDecoding(Decoding):
 
         def attention(layer: int) -> Attend:
             def attend(q: Array, k: Array, v: Array, *sinks_H: Array) -> Array:
-                buffers = tuple(
-                    self._put(buffer, x, index)
-                    for buffer, x in zip(new[layer], (k, v), strict=True)
+                k_XGKF, v_XGFK = new[layer]
+                k_XGKS, v_XGSK = jnp.moveaxis(k, 1, -1), jnp.swapaxes(v, 1, 2)
+                buffers = (
+                    self._put(k_XGKF, k_XGKS, (0, 0, 0, index)),
+                    self._put(v_XGFK, v_XGSK, (0, 0, index, 0)),
                 )
                 added.append(buffers)
                 out = paged_attention(
@@ -177,11 +187,10 @@ class CachedDecoding(Decoding):
         logits = modules[0].logits(x_BSD[:, -1:], place=self.place)
         return logits.reshape(parts, slots, -1), added
 
-    def _put(self, buffer: Array, x_BSGK: Array, index: Int[Array, ""]) -> Array:
+    def _put(self, buffer: Array, x: Array, start: tuple[Any, ...]) -> Array:
         """A buffer of new tokens with some more."""
-        x_BGSK = jnp.swapaxes(x_BSGK, 1, 2).astype(buffer.dtype)
-        start = (0, 0, index, 0)
-        return self._constrained(jax.lax.dynamic_update_slice(buffer, x_BGSK, start))
+        x = x.astype(buffer.dtype)
+        return self._constrained(jax.lax.dynamic_update_slice(buffer, x, start))
 
     def _window(self, layer: int) -> int | None:
         config = self.model.config
@@ -193,3 +202,8 @@ class CachedDecoding(Decoding):
         name = "heads" if is_repeated else "kv_heads"
         others = (None,) * (x.ndim - 4)
         return self.place.constrain(x, "batch", *others, name, None, None)
+
+
+def _keys_transposed(new: NewTokens) -> NewTokens:
+    """New tokens with the last two dims of keys exchanged."""
+    return [(jnp.swapaxes(keys, -1, -2), values) for keys, values in new]
