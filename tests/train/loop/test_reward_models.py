@@ -194,7 +194,7 @@ def test_a_rollout_has_the_rewards_of_its_model_beside_those_of_functions(
     weighted = replace(begun.config.grpo, reward_weights=[10.0, 1.0])
     config = replace(begun.config, rewards=names, grpo=weighted)
     begun, corpus = Run(config, begun.mesh), begun.load_data()
-    source = open_rollouts(begun, corpus, lambda phase, step: None, tmp_path)
+    source = open_rollouts(begun, corpus, lambda phase, step: None, tmp_path, {})
     assert source is not None
     sampler = ScriptedSampler(
         lambda number, prompt: [48 + number, 65, 66][: number + 1]
