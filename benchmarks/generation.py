@@ -3,8 +3,9 @@
 
 ``tessera`` is ``Sampler``; ``transformers`` is ``generate`` of Hugging Face with its
 cache, in another Python with as many threads, and with the same weights. The two take
-turns. A model of four layers, 256 wide, continues 64 prompts of mixed lengths; one row
-is then continued to 2,048 tokens. Times include the prompts, but no compilation.
+turns. A model of four layers, 256 wide, and ``tiny`` continue 64 prompts of mixed
+lengths; the former then continues one row to 2,048 tokens. Times include the prompts,
+but no compilation.
 
     python benchmarks/generation.py [--quick] [--transformers PYTHON] [--json PATH]
 """
@@ -20,7 +21,12 @@ import jax
 import numpy as np
 import report
 
-from tessera.train.models import DecoderConfig, DecoderModel, save_pretrained
+from tessera.train.models import (
+    DecoderConfig,
+    DecoderModel,
+    config_of,
+    save_pretrained,
+)
 from tessera.train.rollouts import Sampler
 
 FOLDER = Path(__file__).parent / "peer_programs"
@@ -44,6 +50,7 @@ CONFIG = DecoderConfig(
     activation="silu",
     scale_embedding=False,
 )
+MODELS = {"a Llama of 5 million parameters": CONFIG, "tiny": config_of("tiny")}
 ROWS, LONGEST, TOKENS = 64, 256, 128
 LENGTHS = (128, 512, 1024, 2048)
 
@@ -65,23 +72,27 @@ def main() -> None:
     parser.add_argument("--transformers", help="a Python with torch and transformers")
     options = parser.parse_args()
     rounds = 2 if options.quick else 5
-    model = DecoderModel(CONFIG)
-    params = model.init(jax.random.key(0))
     draw = np.random.default_rng(0)
     lengths = draw.integers(8, LONGEST + 1, ROWS)
-    prompts = [draw.integers(1, CONFIG.vocab_size, n).tolist() for n in lengths]
-    with tempfile.TemporaryDirectory() as folder:
-        peer = None
-        if options.transformers:
-            save_pretrained(params, folder, model=model)
-            peer = Peer(options.transformers, folder)
-        title = f"{ROWS} prompts of 8 to {LONGEST} tokens, {TOKENS} more of each"
-        tables = {title: throughput(model, params, prompts, peer, rounds)}
-        row = [draw.integers(1, CONFIG.vocab_size, 16).tolist()]
-        long = LENGTHS[:2] if options.quick else LENGTHS
-        tables["one row of so many tokens"] = costs(model, params, row, peer, long)
-        if peer:
-            peer.close()
+    tables = dict[str, list[report.Row]]()
+    for name, config in MODELS.items():
+        model = DecoderModel(config)
+        params = model.init(jax.random.key(0))
+        prompts = [draw.integers(1, config.vocab_size, n).tolist() for n in lengths]
+        with tempfile.TemporaryDirectory() as folder:
+            peer = None
+            if options.transformers:
+                save_pretrained(params, folder, model=model)
+                peer = Peer(options.transformers, folder)
+            title = f"{name}: {ROWS} prompts of 8 to {LONGEST} tokens, {TOKENS} more"
+            tables[title] = throughput(model, params, prompts, peer, rounds)
+            if config is CONFIG:
+                row = [draw.integers(1, config.vocab_size, 16).tolist()]
+                long = LENGTHS[:2] if options.quick else LENGTHS
+                title = "one row of so many tokens"
+                tables[title] = costs(model, params, row, peer, long)
+            if peer:
+                peer.close()
     tables["bytes of keys and values"] = [cache_bytes(lengths)]
     report.show_all(tables, options.json)
 
