@@ -2,7 +2,7 @@
 """Completions and their log-probabilities, beside the whole sequence for each token."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -40,6 +40,14 @@ MODEL = DecoderModel(CONFIG)
 PROMPTS = [[1, 2, 3, 7, 8], [4, 5, 9], [6], *3 * [[1, 2, 3, 7, 8]], 2 * [*range(9)]]
 KEY = jax.random.key(1)
 SIZES: Any = {"num_tokens": 11, "max_length": 32, "block": 4, "dispatch_tokens": 5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_slots_are_read_as_many() -> Iterator[None]:
+    """From copies of the cache; tests of whole runs read few from the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached_decoding, "ITEMS", 1)
+        yield
 
 
 @cache

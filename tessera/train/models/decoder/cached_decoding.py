@@ -25,6 +25,7 @@ from tessera.train.models.decoder.layers import Attend
 from tessera.train.models.decoder.rotary import rotation
 from tessera.train.models.decoding import Cache, Decoding, Logits, NewTokens
 from tessera.train.models.paged_cache import (
+    ITEMS,
     Chunks,
     Pages,
     chunks_of,
@@ -128,14 +129,15 @@ class CachedDecoding(Decoding):
     def reads(self, cache: Cache, pages: Pages, *, once: bool) -> list[Chunks]:
         """The chunks that each layer reads.
 
-        On CPUs, reading them from the pool takes as long as all else of a token. On
-        accelerators the memory of copies is scarce.
+        On CPUs, reading those of many rows from the pool takes as long as all else of a
+        token. On accelerators the memory of copies is scarce.
         """
         chunks = [chunks_of(pages, k, w) for k, w in enumerate(self.windows)]
         mesh = self.place.mesh
         device = scope.device() if mesh is None else mesh.compile_mesh.devices.flat[0]
         own = [chunks[kind] for kind in self.kinds]
-        if once or device.platform != "cpu":
+        is_quick = once or pages.starts.shape[1] < ITEMS
+        if is_quick or device.platform != "cpu":
             return own
         return [copied(each, pool) for each, pool in zip(own, cache, strict=True)]
 
