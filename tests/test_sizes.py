@@ -36,7 +36,7 @@ TRAINER = {
     "data": 3_744,
     "files": 257,
     "loop": 4_709,
-    "models": 5_162,
+    "models": 5_164,
     "objectives": 482,
     "planner": 2_140,
     "records": 225,
