@@ -16,7 +16,7 @@ from tessera.train.config.post_training_config import POLICY
 from tessera.train.loop.build_run import Run
 from tessera.train.rollouts.dispatch_inputs import inputs_of_rows
 from tessera.train.rollouts.draws import Draws
-from tessera.train.rollouts.programs import decode
+from tessera.train.rollouts.programs import FixedParts
 from tessera.train.rollouts.sampler import Sampler
 
 # Tokens of rows whose cache has small blocks.
@@ -68,6 +68,7 @@ def compiled_rollout(run: Run) -> Compiled | None:
         return None
     sampler = policy_sampler(run)
     decoding, steps = sampler._decoding, sampler.dispatch_tokens
+    _, draw = sampler._programs
     place, parts, key = decoding.place, sampler._new_parts([]), jax.random.key(0)
     keys = np.asarray(jax.random.key_data(key))[None]
     width = -(-sampler.max_length // sampler.block)
@@ -79,7 +80,7 @@ def compiled_rollout(run: Run) -> Compiled | None:
         return decoding.new_cache(params, len(parts), sampler._pools, block)
 
     def rollout(params: Tree, cache: Any, pages: Any, slots: Any, stops: Any) -> Any:
-        return decode(decoding, steps, params, cache, pages, slots, draws, stops)
+        return draw(params, cache, pages, slots, draws, stops)
 
     mesh, params, stored = (
         run.mesh,
@@ -94,6 +95,8 @@ def compiled_rollout(run: Run) -> Compiled | None:
     batch, heads = place.axes("batch") or None, place.axes("heads") or None
     is_split = cache[0][0].shape[2] % place.size("heads") == 0
     layout = PartitionSpec(batch, None, heads if is_split else None)
+    if sampler.parts is not None:
+        layout = FixedParts(run.model, mesh, sampler.parts).layout
     program = function(
         rollout,
         mesh=mesh,

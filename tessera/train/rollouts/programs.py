@@ -149,6 +149,15 @@ class FixedParts:
     mesh: Mesh | None
     count: int
 
+    @property
+    def layout(self) -> PartitionSpec:
+        """Of arrays ``[parts, ...]``: over the axes whose devices share the parts."""
+        axes = list[str]()
+        for axis in self.mesh.axes if self.mesh is not None else ():
+            if self.count % self.mesh.axis_size([*axes, axis]) == 0:
+                axes.append(axis)
+        return PartitionSpec(tuple(axes) or None)
+
     def run(
         self, function: Callable[..., Tree], params: Tree, of_parts: Tree, *rest: Tree
     ) -> Tree:
@@ -174,11 +183,7 @@ class FixedParts:
 
         if self.mesh is None:
             return of_device(params, of_parts, rest)
-        axes = list[str]()
-        for axis in self.mesh.axes:
-            if self.count % self.mesh.axis_size([*axes, axis]) == 0:
-                axes.append(axis)
-        parts = PartitionSpec(tuple(axes) or None)
+        parts = self.layout
         return jax.shard_map(
             of_device,
             mesh=region_mesh(self.mesh),

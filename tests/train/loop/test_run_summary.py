@@ -436,3 +436,17 @@ def test_a_dry_run_shows_the_sampler_on_its_own_mesh():
     assert rollout is not None
     assert policy_sampler(run).dispatch_tokens == 8
     assert [*rollout.collectives.by_axis()] == [("tp",)]
+
+
+@pytest.mark.full
+def test_with_deterministic_numerics_each_device_samples_its_own_parts():
+    """With whole weights, which it gathers over all axes."""
+    run = tuned("policy", slots=4)
+    training = replace(run.config.training, numerics="deterministic", reduction_parts=4)
+    run = Run(replace(run.config, training=training), run.mesh)
+    rollout = compiled_rollout(run)
+    assert rollout is not None
+    gathered = sum(
+        row.total_bytes for row in rollout.collectives.rows if row.kind == "all-gather"
+    )
+    assert gathered >= 4 * run.model.num_params
