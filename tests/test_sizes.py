@@ -42,7 +42,7 @@ TRAINER = {
     "records": 225,
     "report": 816,
     "rewards": 478,
-    "rollouts": 1_328,
+    "rollouts": 1_330,
     "runtime": 2_590,
     "trackers": 198,
 }

@@ -153,7 +153,9 @@ class FixedParts:
     def layout(self) -> PartitionSpec:
         """Of arrays ``[parts, ...]``: over the axes whose devices share the parts."""
         axes = list[str]()
-        for axis in self.mesh.axes if self.mesh is not None else ():
+        if self.mesh is None:
+            return PartitionSpec()
+        for axis in self.mesh.axes:
             if self.count % self.mesh.axis_size([*axes, axis]) == 0:
                 axes.append(axis)
         return PartitionSpec(tuple(axes) or None)
