@@ -266,7 +266,7 @@ print("FOUND", json.dumps(model({prompts!r}, {texts!r})))
 """
 
 
-@pytest.mark.slow(reason="it starts two processes of JAX")
+@pytest.mark.full
 def test_two_processes_score_together_and_have_all_scores(data, folder, scores):
     given = {"prompts": PROMPTS[:5], "texts": [*TEXTS[:4], "x" * 300]}
     program = PROGRAM.format(data=str(data), folder=str(folder), **given)

@@ -193,6 +193,7 @@ def test_dots_runs_no_matmul_twice():
     assert matmuls("dots") == matmuls("none")
 
 
+@pytest.mark.slow(reason="it traces two models")
 def test_matmuls_with_batch_dims_are_those_of_attention():
     again = matmuls("dots_with_no_batch_dims_saveable") - matmuls("none")
     assert again == 2 * CONFIG.num_layers
