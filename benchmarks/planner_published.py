@@ -176,6 +176,7 @@ def workload(model: Model, sequence: int, *, fused: bool) -> Workload:
         # Norms read the residual twice, and adding to it reads two and writes one.
         reduced_bytes=2 * 5.0 * _BF16 * sequence * d * model.layers,
         other_flops=0.0,  # memory bounds what stands between matmuls
+        ends_again=0,
         recomputed={
             "none": Recomputed(0.0, 0.0),
             "dots": Recomputed(0.0, inner_flops),
@@ -183,6 +184,7 @@ def workload(model: Model, sequence: int, *, fused: bool) -> Workload:
             "qkv kept": Recomputed(1 - share("q", "k", "v"), inner_flops),
             "qkvo kept": Recomputed(1 - share("q", "k", "v", "o"), inner_flops),
             "full": Recomputed(1.0, inner_flops),
+            "nothing_saveable": Recomputed(1.0, inner_flops),
         },
     )
 
@@ -231,8 +233,8 @@ def _megatron(
     axes = (("pp", pp), ("dp", gpus // tp // pp), ("tp", tp))
     mesh = tuple(axis for axis in axes if axis[1] > 1 or axis[0] == "dp")
     chunks = model.layers // pp // virtual if virtual else 1
-    # Its recomputation of every layer is what any stage of Tessera's pipelines does.
-    remat = "full" if pp == 1 else "none"
+    # Under full a pipeline would keep the input of a stage alone.
+    remat = "full" if pp == 1 else "nothing_saveable"
     return Run(
         f"GPT {name}", f"a100:{gpus // 8}x8", model, mesh, 2048, micro, batch,
         remat, _gpt_tokens(model, tflops), fused=False, chunks=chunks,

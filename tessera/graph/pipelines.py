@@ -23,6 +23,7 @@ from tessera.errors import (
     PipelineFormError,
     PipelineSizeError,
     SettingConflictError,
+    SettingValueError,
     UndecidedRoleError,
     WriteBackError,
     did_you_mean,
@@ -42,6 +43,7 @@ from tessera.graph.tracer.declared_layouts import Options, is_number
 from tessera.graph.training_steps import Stage, Step
 from tessera.graph.zero_layouts import split_further
 from tessera.mesh import AnyMesh, Mesh, as_mesh
+from tessera.ops.rematerialization import NAMED, rule_of
 from tessera.shard import ShardSpec
 from tessera.tracing import scope
 
@@ -54,6 +56,7 @@ def pipeline(
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
     batch: str | Collection[str] | None = None,
+    remat: str | Sequence[str] = NAMED,
 ) -> Callable[[Callable[..., Any]], Step]:
     """Run a chain of stages as a pipeline over a mesh axis.
 
@@ -77,6 +80,12 @@ def pipeline(
         ``schedule.pipeline_microbatches``, or else as many as there are stages.
       batch: The function's arguments that have a row for each example along their
         leading dim, by name, or paths of arrays inside of them: ``inputs/tokens``.
+      remat: What a stage's forward stores for its backward, one policy for all stages
+        or one for each, as in ``ts.remat``: ``named``, what ``checkpoint_name`` names,
+        or in a stage without names what ``dots`` does; ``dots``, the results of
+        matmuls; ``none``, all that is not quick to compute again; ``full``, its input:
+        the backward runs the stage again. What a stage rematerializes itself is never
+        stored, nor what depends on weights and other arrays without rows alone.
 
     Returns:
       A decorator. The function calls each stage once, in order, and returns arrays that
@@ -89,6 +98,8 @@ def pipeline(
         its loss cannot be computed microbatch by microbatch.
       UndecidedRoleError: [T324] ``batch`` names no argument; (when traced) there are
         several arrays, and it does not say which of them have rows.
+      SettingValueError: [T502] a policy of ``remat`` does not exist, or there is not
+        one for each stage.
       BatchSizeError: [T503] (when traced) a batch is not divided by the microbatches.
 
     Warns:
@@ -99,7 +110,8 @@ def pipeline(
     mesh = as_mesh(mesh)
     names = tuple(map(_name, stages))
     rows = None if batch is None else frozenset(as_names(batch))
-    config = _PipelineConfig(names, axis, schedule, microbatches, batch=rows)
+    policies = _policies(remat, len(names))
+    config = _PipelineConfig(names, axis, schedule, microbatches, rows, policies)
     if mesh is not None:
         config.check(mesh, names)
 
@@ -125,6 +137,20 @@ def _name(stage: Stage) -> str:
     )
 
 
+def _policies(remat: str | Sequence[str], count: int) -> tuple[str, ...]:
+    """One policy for each stage."""
+    policies = (remat,) * count if isinstance(remat, str) else tuple(remat)
+    for policy in policies:
+        rule_of(policy)
+    if len(policies) == count:
+        return policies
+    raise SettingValueError(
+        "a list of remat policies needs one for each stage",
+        got=f"remat={list(policies)}: {len(policies)} policies, {count} stages",
+        fix=f"give {count}, or one name for all stages",
+    )
+
+
 def pipeline_of_arguments(
     body: Callable[..., Any],
     axis: str,
@@ -146,7 +172,7 @@ def pipeline_of_arguments(
       UndecidedRoleError: [T324] (at the call) it is not declared which arguments have
         rows.
     """
-    config = _PipelineConfig(None, axis, "1f1b", None, batch, weights)
+    config = _PipelineConfig(None, axis, "1f1b", None, batch, weights=weights)
 
     @functools.wraps(body)
     def piped(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +207,7 @@ class _PipelineConfig:
     Attributes:
       stages: Its stages by name; None for those that the function calls.
       batch: Arguments that have rows, all others being replicated; None if undeclared.
+      remat: The policy of each stage; none given is ``named`` for all.
       weights: Arguments that are replicated.
     """
 
@@ -189,6 +216,7 @@ class _PipelineConfig:
     schedule: str | Schedule
     microbatches: int | None
     batch: frozenset[str] | None = None
+    remat: tuple[str, ...] = ()
     weights: frozenset[str] = frozenset()
 
     def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
@@ -239,6 +267,7 @@ class _PipelineConfig:
             schedule=self._schedule(mesh, self.check(mesh, stages), here),
             mesh=mesh,
             axis=self.axis,
+            remat=self.remat or (NAMED,) * len(stages),
         )
         with self._tracing_stages(here, mesh, stages):
             if here.is_whole_batch:

@@ -353,6 +353,7 @@ def partial_evaluation(
     program: Any,
     is_unknown: Sequence[bool],
     is_shared: Sequence[bool],
+    is_late: Sequence[bool],
     policy: Callable[..., Any],
 ) -> tuple[Any, Any, int]:
     """Split a program without constants by its outputs.
@@ -361,17 +362,17 @@ def partial_evaluation(
       program: The program.
       is_unknown: For each output, whether it is left to the unknown program.
       is_shared: For each input, whether that program takes it.
+      is_late: For each input, whether the known program does not take it.
       policy: As of ``jax.checkpoint``: what is saved, and not computed again.
 
     Returns:
-      The known program, which takes all inputs and returns the other outputs and then
-      residuals; the unknown one, which takes residuals and then the shared inputs; and
-      the number of residuals.
+      The known program, which takes the inputs that are not late and returns the other
+      outputs and then residuals; the unknown one, which takes residuals and then the
+      shared inputs; and the number of residuals.
     """
     jaxpr, is_unknown = getattr(program, "jaxpr", program), list(is_unknown)
-    none = [False] * len(jaxpr.invars)
     known, unknown, _, in_unknown, count = partial_eval.partial_eval_jaxpr_custom(
-        jaxpr, none, list(is_shared), is_unknown, is_unknown, policy
+        jaxpr, list(is_late), list(is_shared), is_unknown, is_unknown, policy
     )
     live = [late for late, there in zip(is_unknown, in_unknown, strict=True) if there]
     takes = [False] * count + [True] * sum(is_shared)

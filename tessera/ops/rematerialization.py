@@ -14,7 +14,15 @@ import jax
 import numpy as np
 
 from tessera.errors import ArgumentError, SettingValueError, did_you_mean
-from tessera.foundations.primitive_properties import CUDNN_ATTENTION, MATMULS
+from tessera.foundations.primitive_properties import (
+    ARITHMETIC,
+    BROADCASTS,
+    CUDNN_ATTENTION,
+    MATMULS,
+    SLICES,
+    SOURCES,
+    VIEWS,
+)
 from tessera.foundations.tree import partition
 from tessera.jax_compat import jaxprs, primitives
 from tessera.tracing import scope
@@ -22,6 +30,7 @@ from tessera.tracing.object_arguments import Structure, is_object, split_result
 
 NONE: Final = "none"
 NAMED: Final = "named"
+FULL: Final = "full"
 # The name, for ``jax.ad_checkpoint``, of the residuals of attention.
 ATTENTION_RESIDUALS: Final = "attention"
 # Options of torch.utils.checkpoint and jax.checkpoint without a meaning here.
@@ -32,6 +41,8 @@ _OPTIONS_OF_TORCH: Final = (
 )
 # fmt: on
 _OPTIONS_OF_JAX: Final = ("static_argnums", "concrete")
+
+_QUICK: Final = ARITHMETIC | VIEWS | BROADCASTS | SLICES | SOURCES
 
 
 _save_attention = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
@@ -47,13 +58,23 @@ def save_matmuls(primitive: Any, *avals: Any, **params: Any) -> bool:
     return is_matmul or _save_attention(primitive, *avals, **params)
 
 
+def save_unless_quick(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy that computes again what takes no longer than to read it from memory.
+
+    That is what is elementwise, and what moves data or changes dtypes or layouts.
+    """
+    return primitive.name not in _QUICK
+
+
 def names_values(program: jaxprs.Program) -> bool:
     """Whether a program names values, for the policy ``named`` to save."""
-    return any(
-        primitives.checkpoint_name(equation) is not None
-        or any(map(names_values, jaxprs.inner_programs(equation)))
-        for equation in jaxprs.equations(program)
-    )
+    return any(map(names_value, jaxprs.equations(program)))
+
+
+def names_value(equation: jaxprs.Equation) -> bool:
+    """Whether an equation names a value, or has one inside that does."""
+    is_name = primitives.checkpoint_name(equation) is not None
+    return is_name or any(map(names_values, jaxprs.inner_programs(equation)))
 
 
 def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -66,7 +87,7 @@ def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
 
 POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
-        "full": jax.checkpoint_policies.nothing_saveable,
+        FULL: jax.checkpoint_policies.nothing_saveable,
         "dots": save_matmuls,
         NAMED: save_named,
         **{
@@ -131,7 +152,7 @@ def remat(
       (8, 8)
     """
     options = {"policy": policy, "prevent_cse": prevent_cse}
-    rule = _rule("full" if policy is None else policy)
+    rule = rule_of(FULL if policy is None else policy)
     call = functools.partial(_call, rule, prevent_cse is not False)
     if function is None:
         _check_other_options("", kwargs)
@@ -246,8 +267,12 @@ def _check_other_options(call: str, kwargs: Mapping[str, Any]) -> None:
 checkpoint = remat
 
 
-def _rule(policy: str | Callable[..., Any]) -> Callable[..., Any] | None:
-    """The policy of that name; None for the one that saves everything."""
+def rule_of(policy: str | Callable[..., Any]) -> Callable[..., Any] | None:
+    """The policy of that name; None for the one that saves everything.
+
+    Raises:
+      SettingValueError: [T502] there is no such policy.
+    """
     if callable(policy):
         return policy
     if policy != NONE and policy not in POLICIES:

@@ -27,6 +27,7 @@ Tree = Any
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 STEPS = ("function", "training_step", "value_and_grad", "strategy", "declared")
 PASSED = ("arguments", "closure", "one_dict")
+POLICIES = ("none", "named", "dots", "full")
 
 
 # --- what a stage may do: with x [rows, length, width], its weights, data, constants
@@ -130,6 +131,7 @@ class Case:
     passed: str = "arguments"
     says_batch: bool = False
     loss: Callable[..., Any] = squares
+    remat: str | tuple[str, ...] = "named"
 
     @classmethod
     def of(cls, seed: int) -> "Case":
@@ -153,6 +155,8 @@ class Case:
         case.loss = one(LOSSES)
         if case.schedule == "gpipe" and draw.random() < 0.5:
             case.loss = contrast
+        each = tuple(one(POLICIES) for _ in range(count))
+        case.remat = one((*POLICIES, each))
         return case
 
     @property
@@ -182,7 +186,8 @@ class Case:
             f"seed {self.seed}: {self.step}, {self.schedule}, {self.passed}, "
             f"says batch: {self.says_batch}; {self.rows} rows, {self.microbatches} "
             f"microbatches, {self.devices} × {self.data_devices} devices; "
-            f"{self.sizes}; stages {kinds}; loss {self.loss.__name__}"
+            f"{self.sizes}; stages {kinds}; loss {self.loss.__name__}; "
+            f"remat {self.remat}"
         )
 
     # --- its arrays
@@ -294,6 +299,7 @@ class Case:
             schedule=self.schedule,
             microbatches=self.microbatches,
             batch=batch,
+            remat=self.remat,
         )
 
     def piped_step(self) -> Any:

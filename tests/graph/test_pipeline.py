@@ -180,10 +180,9 @@ def products_by_kind(program: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    # Of two stages: each runs forward, and forward anew in its backward; the second has
-    # a gradient of its input; both have one of their weights. As nothing waits for the
-    # first one's backward, all of that is put off.
-    [("1f1b", [2, 2 + 1 + 2]), ("zero_bubble", [2, 1 + 1, 1 + 2])],
+    # Of two stages: the forwards, each in a branch, the second of which is not taken,
+    # as the last stage runs in its backward; a gradient of an input; two of weights.
+    [("1f1b", [2, 1 + 1 + 2]), ("zero_bubble", [2, 1 + 1, 2])],
 )
 def test_zero_bubble_computes_gradients_of_weights_by_themselves(schedule, expected):
     def make(pipe: Pipe) -> Any:

@@ -191,9 +191,15 @@ CASES = {
     "gathered_once": (
         {"dp": 2, "pp": 2, "fsdp": 2},
         "1f1b",
-        {"microbatches": 6, "remat": "full", "gathers_once": True},
+        {"microbatches": 6, "remat": "named", "gathers_once": True},
     ),
-    "ring": ({"pp": 2, "cp": 2}, "1f1b", {}),
+    "ring": ({"pp": 2, "cp": 2}, "1f1b", {"remat": "named"}),
+    "mixed": (
+        {"pp": 2},
+        "interleaved",
+        # Stages of one layer and of two, whose second is rematerialized.
+        {"chunks": 2, "remat": ("none", "full", "none", "none", "none")},
+    ),
     "all_to_all": (
         {"pp": 2, "cp": 2, "tp": 2},
         "zero_bubble",

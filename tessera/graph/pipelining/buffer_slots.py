@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocates the slots of a pipeline's ring buffers, from the table of a schedule.
 
-Each device has up to three ring buffers of equal slots. A slot is occupied from the
+Each device has up to four ring buffers of equal slots. A slot is occupied from the
 tick of its write to that of its last read and is then free for the next value: the
 linear scan of register allocation (Poletto and Sarkar 1999), which is optimal here.
 """
@@ -18,45 +18,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slots:
-    """The sizes of three ring buffers, and the slot read or written in each tick.
+    """The sizes of four ring buffers, and the slot read or written in each tick.
 
     The input buffer stores inputs of virtual stages, from the tick in which they arrive
-    to their B. The cotangent buffer stores gradients of outputs from their arrival to
-    the B. The weight buffer stores the residuals of a B for its W.
+    to the last that runs the stage on them. The residual buffer stores what an F leaves
+    for its B; there is none where a B runs its stage again. The cotangent buffer stores
+    gradients of outputs from their arrival to the B. The weight buffer stores what a B
+    leaves for its W.
 
     Every table is int32 [ticks, stages] and read-only; -1 where nothing is written or
-    read. The first virtual stage reads the microbatch itself and has no input slot, the
-    last one begins the gradient itself and has no cotangent slot. Within a tick what
-    arrived is written first, then F, B and W follow.
+    read. The first virtual stage reads the microbatch itself and has no input slot. The
+    last one begins the gradient itself and has no cotangent slot, and as it runs in its
+    B alone, it has no residual slot. Within a tick what arrived is written first, then
+    F, B and W follow.
 
     Args:
-      stash_slots: Slots of the input buffer.
+      input_slots: Slots of the input buffer.
+      residual_slots: Slots of the residual buffer.
       cotangent_slots: Slots of the cotangent buffer.
       weight_slots: Slots of the weight buffer; 0 where the backward is not split.
       receive_forward: Input slot for what the device before sent in the last tick.
       receive_backward: Cotangent slot for what the device after sent in the last tick.
       forward_slot: Input slot that this tick's F reads.
       backward_slot: Input slot that this tick's B reads.
+      leave_slot: Residual slot that this tick's F writes.
+      residual_slot: Residual slot that this tick's B reads.
       cotangent_slot: Cotangent slot that this tick's B reads.
       keep_slot: Weight slot that this tick's B writes.
       weight_slot: Weight slot that this tick's W reads.
 
     Example:
       >>> from tessera.graph.pipelining import schedule
-      >>> slots = schedule("1f1b", stages=3, microbatches=64).slots
-      >>> slots.stash_slots, slots.cotangent_slots, slots.weight_slots
-      (3, 1, 0)
-      >>> slots.receive_forward[:4].tolist()
-      [[-1, -1, -1], [-1, 0, -1], [-1, 1, 0], [-1, 2, 0]]
+      >>> slots = allocate(schedule("1f1b", stages=3, microbatches=64))
+      >>> slots.input_slots, slots.residual_slots, slots.cotangent_slots
+      (1, 5, 1)
+      >>> slots.leave_slot[:4].tolist()
+      [[0, -1, -1], [1, 0, -1], [2, 1, -1], [3, 2, -1]]
     """
 
-    stash_slots: int
+    input_slots: int
+    residual_slots: int
     cotangent_slots: int
     weight_slots: int
     receive_forward: np.ndarray
     receive_backward: np.ndarray
     forward_slot: np.ndarray
     backward_slot: np.ndarray
+    leave_slot: np.ndarray
+    residual_slot: np.ndarray
     cotangent_slot: np.ndarray
     keep_slot: np.ndarray
     weight_slot: np.ndarray
@@ -66,21 +75,31 @@ class Slots:
         return {n: value for n, value in vars(self).items() if np.ndim(value)}
 
 
-def allocate(schedule: "Schedule") -> Slots:
-    """The ring buffers of a legal schedule, as small as possible."""
+def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
+    """The ring buffers of a legal schedule, as small as possible.
+
+    Args:
+      schedule: The schedule.
+      recomputes: Whether a B runs its stage again instead of reading residuals.
+    """
     stages, last = schedule.stages, schedule.virtual_stages - 1
     kinds: tuple[Kind, ...] = ("F", "B", "W")
     when = {kind: _ticks_of(schedule, kind) for kind in kinds}
     stage = np.broadcast_to(np.arange(last + 1), when["B"].shape)
 
     arrives = np.roll(when["F"], 1, axis=1) + 1
-    inputs, stash_slots = _assign_slots(arrives, when["B"], stage > 0, stages)
+    runs_in_backward = (stage == last) | recomputes
+    until = np.where(runs_in_backward, when["B"], when["F"])
+    inputs, input_slots = _assign_slots(arrives, until, stage > 0, stages)
+    left, residual_slots = _assign_slots(
+        when["F"], when["B"], ~runs_in_backward, stages
+    )
     returns = np.roll(when["B"], -1, axis=1) + 1
     cotangents, cotangent_slots = _assign_slots(
         returns, when["B"], stage < last, stages
     )
     split = np.full(stage.shape, schedule.splits_backward)
-    residuals, weight_slots = _assign_slots(when["B"], when["W"], split, stages)
+    kept, weight_slots = _assign_slots(when["B"], when["W"], split, stages)
 
     def table(ticks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         result = np.full((schedule.ticks, stages), -1, np.int32)
@@ -90,16 +109,19 @@ def allocate(schedule: "Schedule") -> Slots:
         return result
 
     return Slots(
-        stash_slots=stash_slots,
+        input_slots=input_slots,
+        residual_slots=residual_slots,
         cotangent_slots=cotangent_slots,
         weight_slots=weight_slots,
         receive_forward=table(arrives, inputs),
         receive_backward=table(returns, cotangents),
         forward_slot=table(when["F"], inputs),
-        backward_slot=table(when["B"], inputs),
+        backward_slot=table(when["B"], np.where(runs_in_backward, inputs, -1)),
+        leave_slot=table(when["F"], left),
+        residual_slot=table(when["B"], left),
         cotangent_slot=table(when["B"], cotangents),
-        keep_slot=table(when["B"], residuals),
-        weight_slot=table(when["W"], residuals),
+        keep_slot=table(when["B"], kept),
+        weight_slot=table(when["W"], kept),
     )
 
 

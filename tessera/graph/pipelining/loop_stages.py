@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from tessera.foundations.device_grid import DATA_AXES
 from tessera.foundations.tree import Tree, zeros
 from tessera.graph.pipelining import manual_axis
-from tessera.graph.pipelining.device_tick import Stages
+from tessera.graph.pipelining.device_stages import Stages
 from tessera.graph.pipelining.loss_decomposition import LossDecomposition
 from tessera.graph.pipelining.pipeline_primitive import PipelineCall
 from tessera.graph.pipelining.schedule_loop import Pipeline
@@ -30,6 +30,13 @@ from tessera.graph.pipelining.stage_packing import Packing
 from tessera.graph.pipelining.stage_weights import StageWeights, WeightForm
 from tessera.graph.rewriting import Environment
 from tessera.jax_compat import jaxprs
+from tessera.ops.rematerialization import (
+    FULL,
+    NAMED,
+    names_value,
+    rule_of,
+    save_unless_quick,
+)
 from tessera.tracing import scope
 
 
@@ -199,6 +206,8 @@ class Execution:
         stages = Stages(
             runs=[partial(self._run, stage, constants) for stage in range(count)],
             wire=list(self._wires.slots),
+            head=None if self.decomposition is None else partial(self._head, constants),
+            recomputes=set(call.remat) == {FULL},
             constrain_wire=lambda wires: [
                 self._constrain(wire, 0, inside=True) for wire in wires
             ],
@@ -217,26 +226,38 @@ class Execution:
         _: Array,
     ) -> tuple[Any, Array, Any]:
         staged = self.call.stages
-        is_last = stage == len(staged.jaxprs) - 1
         same = {name: {**shared[name], **constants[name]} for name in shared}
         received = self._wires.unpack(stage - 1, wire) if stage else []
         own = self._stage_weights.packing.unpack(stage, slots)
         weights = dict(zip(self._own_weights[stage], own, strict=True))
         weights |= same["weights"]
+        own = [weights[number] for number in staged.jaxprs[stage].weights]
         with self.scopes():
-            sent = staged.run(
-                stage,
-                micro["inputs"],
-                [weights[number] for number in staged.jaxprs[stage].weights],
-                received,
-            )
-        loss, empty = jnp.float32(0.0), zeros(list(self._wires.slots))
-        if not is_last:
-            outputs = [jaxprs.struct(v.aval) for v in jaxprs.outputs(staged.program)]
-            return self._wires.pack(stage, sent, empty), loss, (zeros(outputs), {})
-        if self.decomposition is not None:
-            loss = _loss(self.decomposition, sent, micro["rows"], same)
-        return empty, loss, (sent, {})
+            sent = self._rematerialized(stage)(micro["inputs"], own, received)
+        empty = zeros(list(self._wires.slots))
+        if stage == len(staged.jaxprs) - 1:
+            return empty, jnp.float32(0.0), (sent, {})
+        outputs = [jaxprs.struct(v.aval) for v in jaxprs.outputs(staged.program)]
+        wire = self._wires.pack(stage, sent, empty)
+        return wire, jnp.float32(0.0), (zeros(outputs), {})
+
+    def _rematerialized(self, stage: int) -> Callable[..., Any]:
+        """What a stage sends; its backward computes again what its policy drops."""
+        run, policy = partial(self.call.stages.run, stage), self.call.remat[stage]
+        if set(self.call.remat) == {FULL}:  # all of the stage, in the loop
+            return run
+        equations = self.call.stages.jaxprs[stage].equations
+        if policy == NAMED and not any(map(names_value, equations)):
+            policy = "dots"
+        return jax.checkpoint(run, policy=rule_of(policy) or save_unless_quick)
+
+    def _head(
+        self, constants: Tree, _: Any, shared: Any, out: Any, micro: Any
+    ) -> tuple[Array, Tree]:
+        """One microbatch's part of the loss, from the last stage's outputs."""
+        assert self.decomposition is not None
+        same = {name: {**shared[name], **constants[name]} for name in shared}
+        return _loss(self.decomposition, out[1], micro["rows"], same), {}
 
 
 def _loss(

@@ -18,6 +18,8 @@ program reads it, except that:
 
 In return the known program computes what only the unknown one needs if that makes a
 residual smaller: a sum, for the gradient of a bias or a scale; a product of two values.
+Not where the unknown one has inputs of its own: those values are then of a backward,
+which reads their operands, too.
 
 No matmul is computed twice, or earlier than it has to be. Equations with programs
 inside them other than ``scan`` (``cond``, ``while``, ``shard_map``, kernels) are in one
@@ -74,44 +76,41 @@ def _is_saved(primitive: Any, *avals: Any, **params: Any) -> bool:
     return is_effect or _save_residuals(primitive, *avals, **params)
 
 
-@dataclass(frozen=True)
-class SplitProgram:
-    """A program in two parts.
-
-    Attributes:
-      known: Takes the program's inputs; returns the known outputs, then residuals.
-      unknown: Takes the residuals, then the shared inputs; returns the other outputs.
-      num_residuals: How many residuals there are.
-    """
-
-    known: jaxprs.Program
-    unknown: jaxprs.Program
-    num_residuals: int
-
-
 def split_outputs(
-    program: jaxprs.Program, is_known: Sequence[bool], is_shared: Sequence[bool]
-) -> SplitProgram:
+    program: jaxprs.Program,
+    is_known: Sequence[bool],
+    is_shared: Sequence[bool],
+    is_late: Sequence[bool] | None = None,
+) -> tuple[jaxprs.Program, jaxprs.Program, int]:
     """Split a program by its outputs.
 
     Args:
       program: A program without calls, each scan of which has a body of its own.
       is_known: For each output, whether the known program computes it.
       is_shared: For each input, whether the unknown program takes it, too.
+      is_late: For each input, whether the unknown program alone takes it; None has no
+        such inputs.
+
+    Returns:
+      The known program, which takes the inputs that are not late, and returns the known
+      outputs, then residuals; the unknown one, which takes the residuals, then its
+      inputs, and returns the other outputs; and the number of residuals.
     """
+    inputs = jaxprs.inputs(program)
+    is_late = [False] * len(inputs) if is_late is None else is_late
     known = jaxprs.without_dead_code(program, outputs=is_known, keep_inputs=True)
-    inputs = zip(jaxprs.inputs(program), is_shared, strict=True)
-    shared = {variable for variable, is_shared in inputs if is_shared}
-    naming = _Naming(_computed(known), shared, set(jaxprs.inputs(program)), set())
+    early = {v for v, late in zip(inputs, is_late, strict=True) if not late}
+    shared = {v for v, taken in zip(inputs, is_shared, strict=True) if taken}
+    naming = _Naming(
+        _computed(known), shared & early, early, set(), computes_early=not any(is_late)
+    )
 
     def run(*values: Any) -> list[Any]:
         return naming.interpret(program, values)
 
     named = jaxprs.retrace(run, program)
     is_unknown = [not known for known in is_known]
-    return SplitProgram(
-        *jaxprs.partial_evaluation(named, is_unknown, is_shared, _is_saved)
-    )
+    return jaxprs.partial_evaluation(named, is_unknown, is_shared, is_late, _is_saved)
 
 
 @dataclass
@@ -125,12 +124,15 @@ class _Naming:
       shared: What depends on shared inputs alone, and is quick to compute.
       available: What the known program has, or could have by elementwise operations.
       residuals: What is named.
+      computes_early: Whether the known program computes what only the unknown one needs
+        where that is smaller than the operands.
     """
 
     known: Variables
     shared: Variables
     available: Variables
     residuals: Variables
+    computes_early: bool
 
     def interpret(self, program: jaxprs.Program, values: Sequence[Any]) -> list[Any]:
         """The results of a program, or of the body of a loop, with values named."""
@@ -163,16 +165,40 @@ class _Naming:
         if is_free and operands <= self.shared:
             self.shared |= results
             return
+        own = self._shared_inside(equation)
+        self.shared |= own
+        results -= own
         extra, saved = _nbytes(operands - self.shared), _nbytes(results)
         if not self.known.isdisjoint(results):
             self.available |= results
             is_slow = equation.primitive.name in _TRANSCENDENTAL
             is_cheap = is_elementwise and extra + is_slow <= saved
             self.residuals |= set() if is_cheap else results
-        elif is_elementwise or equation.primitive.name == "reduce_sum":
+        elif self.computes_early and (
+            is_elementwise or equation.primitive.name == "reduce_sum"
+        ):
             is_available = operands <= self.available | self.shared
             self.available |= results if is_available else set()
             self.residuals |= results if is_available and saved < extra else set()
+
+    def _shared_inside(self, equation: jaxprs.Equation) -> Variables:
+        """The results of branches, or of a region, that depend on shared values alone.
+
+        Such are weights that were cast, or gathered, for a matmul inside.
+        """
+        operands = list(equation.invars)
+        if equation.primitive.name == "cond":
+            bodies = primitives.branches(equation)
+            if not _is_among(operands.pop(0), self.shared):
+                return set()
+        elif jaxprs.is_shard_map(equation):
+            bodies = (primitives.body(equation),)
+        else:
+            return set()
+        is_shared = [_is_among(operand, self.shared) for operand in operands]
+        found = [_of_shared_inputs(body, is_shared) for body in bodies]
+        pairs = zip(equation.outvars, *found, strict=True)
+        return {variable for variable, *each in pairs if all(each)}
 
     def _interpret_loop(self, loop: "_Loop", operands: Sequence[Any]) -> list[Any]:
         for same in (self.shared, self.available):
@@ -254,6 +280,18 @@ def _computed(program: jaxprs.Program) -> Variables:
         if equation.primitive.name == "scan":
             computed |= _computed(primitives.body(equation))
     return computed
+
+
+def _of_shared_inputs(program: jaxprs.Program, is_shared: Sequence[bool]) -> list[bool]:
+    """Whether each output is quickly computed from shared inputs alone."""
+    inputs = zip(jaxprs.inputs(program), is_shared, strict=True)
+    shared = {variable for variable, taken in inputs if taken}
+    shared |= set(jaxprs.constant_inputs(program))
+    for equation in jaxprs.equations(program):
+        is_free = not equation.effects and not _is_expensive(equation)
+        if is_free and all(_is_among(atom, shared) for atom in equation.invars):
+            shared.update(equation.outvars)
+    return [_is_among(atom, shared) for atom in jaxprs.outputs(program)]
 
 
 def _is_expensive(equation: jaxprs.Equation) -> bool:

@@ -57,6 +57,7 @@ class PipelineCall:
       layouts: For each input that has no rows, its stored layout.
       data_axes: Axes along which each device has a pipeline for its part of the rows.
       mixes: What in the stages mixes rows; "" if nothing is known to.
+      remat: The rematerialization policy of each stage.
     """
 
     number: int
@@ -70,6 +71,7 @@ class PipelineCall:
     layouts: tuple[PartitionSpec, ...] = ()
     data_axes: tuple[str, ...] = ()
     mixes: str = ""
+    remat: tuple[str, ...] = ()
 
     @property
     def stages(self) -> StagedProgram:

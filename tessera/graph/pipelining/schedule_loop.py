@@ -9,10 +9,10 @@ conditionals, where every device takes part. Where the table has all forwards be
 backwards, as in ``gpipe``, there is a scan for each, and one ``ppermute`` in its ticks.
 The program is as long for 64 microbatches as for 8.
 
-A stage's input is stored from its arrival to its backward, in a ring buffer of as many
-slots as the table needs; the backward runs the stage again. So memory follows from the
-schedule: ``1f1b`` stores as many inputs as there are stages, ``gpipe`` one for each
-microbatch.
+What a forward leaves for its backward is in a ring buffer of as many slots as the table
+needs: the residuals of the stage, or its input alone, from which the backward runs the
+stage again. So memory follows from the schedule: ``1f1b`` stores those of twice as many
+microbatches as there are stages, ``gpipe`` those of all.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, arXiv
 2104.04473; zero bubble, arXiv 2401.10241.
@@ -30,13 +30,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tessera.foundations.tree import Tree, zeros
-from tessera.graph.pipelining.device_tick import (
-    Carry,
-    Device,
-    Gradients,
-    Row,
-    Stages,
-)
+from tessera.graph.pipelining.device_stages import DeviceStages, Stages
+from tessera.graph.pipelining.device_tick import Carry, Device, Gradients, Row
 from tessera.graph.pipelining.pipeline_primitive import SCOPE
 from tessera.graph.pipelining.ring_buffers import add, ring_buffer, store
 from tessera.graph.pipelining.schedule_table import Kind, Schedule
@@ -93,17 +88,16 @@ class Pipeline:
         """
 
         def run(weights: Tree, shared: Tree, micros: Tree, seed: Array) -> Gradients:
-            device = Device(
+            own = DeviceStages(
                 self.schedule,
                 self.stages,
-                self.axis,
                 jax.tree.map(_own_stage, weights),
                 shared,
                 micros,
                 seed,
-                micro_gradients=micro_gradients,
-                keep_outputs=keep_outputs,
+                micro_gradients,
             )
+            device = Device(own, self.axis, keep_outputs=keep_outputs)
             return self._all_sums(_run_ticks(device))
 
         rows, whole = self._rows, PartitionSpec()
@@ -130,10 +124,10 @@ class Pipeline:
 
         def run(weights: Tree, shared: Tree, micros: Tree, seed: Array) -> Any:
             weights = jax.tree.map(_own_stage, weights)
-            device = Device(
-                self.schedule, self.stages, self.axis, weights, shared, micros, seed
+            own = DeviceStages(
+                self.schedule, self.stages, weights, shared, micros, seed
             )
-            outputs, *sums = _forward_only(device)
+            outputs, *sums = _forward_only(Device(own, self.axis))
             sums = jax.lax.psum(sums, self.data_axes) if self.data_axes else sums
             return outputs, *sums
 
@@ -189,7 +183,7 @@ def _run_ticks(device: Device) -> Gradients:
     def tick(taken: Mapping[Kind, str], carry: Carry, row: Row) -> tuple[Carry, None]:
         carry, activation, cotangent = device.store_received(carry, row), None, None
         if "F" in taken:
-            activation = device.forward(carry, row, taken["F"])
+            carry, activation = device.forward(carry, row, taken["F"])
         if "B" in taken:
             carry, cotangent = device.backward(carry, row, taken["B"])
         if "W" in taken:
@@ -208,7 +202,7 @@ def _run_ticks(device: Device) -> Gradients:
 
 def _rows(device: Device) -> Row:
     """The table's columns of one device, int32 ``[ticks]`` each."""
-    schedule, columns = device.schedule, device.schedule.slots.tables()
+    schedule, columns = device.schedule, device.slots.tables()
     for name, kind in (("forward", "F"), ("backward", "B"), ("weight", "W")):
         micro, chunk = np.moveaxis(schedule.table(kind), -1, 0)
         columns |= {f"{name}_micro": micro, f"{name}_chunk": chunk}
@@ -249,44 +243,43 @@ def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:
     device ``s`` is in tick ``i + s``, through groups of as many microbatches as there
     are stages.
     """
-    size, chunks = device.schedule.stages, device.schedule.chunks
-    count = jax.tree.leaves(device.micros)[0].shape[0]
+    own, size, chunks = device.own, device.schedule.stages, device.schedule.chunks
+    count = jax.tree.leaves(own.micros)[0].shape[0]
     # With one chunk all microbatches are one group.
     group_size = size if chunks > 1 else count
     steps = -(-count // group_size) * group_size * chunks
-    loss, (outputs, statistics) = device.result_shapes[1:]
+    _, loss, (outputs, _) = own.result_shapes
+    of_results, shapes = (loss, own.statistics), (loss, own.statistics[1])
 
-    def tick(carry: Tree, number: Array) -> tuple[Tree, None]:
-        received, outputs, sums = carry
-        step = number - device.index
+    def tick(carry: Tree, tick: Array) -> tuple[Tree, None]:
+        received, buffer, sums = carry
+        step = tick - device.index
         group, chunk = step // (group_size * chunks), (step // group_size) % chunks
-        micro, stage = group * group_size + step % group_size, device.stage_of(chunk)
+        number, stage = group * group_size + step % group_size, device.stage_of(chunk)
 
         @jax.checkpoint
-        def work(received: Tree) -> tuple[Tree, Array, tuple[Tree, Tree]]:
-            weights, own = device.chunk(chunk), device.micro(micro)
+        def work(received: Tree) -> tuple[Tree, Tree, Any]:
+            weights, micro = own.chunk(chunk), own.micro(number)
 
             def work_of(run: int, weights: Tree, received: Tree) -> Tree:
-                stages, shared = device.stages, device.shared
-                return stages.runs[run](weights, shared, received, own, stage)
+                return own.stages.runs[run](weights, own.shared, received, micro, stage)
 
-            return device.stages.each(stage, work_of, weights, received)
+            wire, loss, (out, more) = own.stages.each(stage, work_of, weights, received)
+            end = partial(own.stages.end, weights, own.shared, (wire, out), micro)
+            of_head = jax.lax.cond(stage == own.last, end, partial(zeros, shapes))
+            return wire, out, (loss + of_head[0], (more, of_head[1]))
 
         def idle(received: Tree) -> Any:
             del received
-            return device.empty_wire(), *zeros(device.result_shapes[1:])
+            return own.empty_wire(), zeros(outputs), zeros(of_results)
 
-        is_active = (step >= 0) & (step < steps) & (micro < count)
-        wire, loss, (out, more) = jax.lax.cond(is_active, work, idle, received)
-        is_last = is_active & (stage == device.last_stage)
-        outputs = store(outputs, out, jnp.where(is_last, micro, -1))
-        return (device.send_forward(wire), outputs, add(sums, (loss, more))), None
+        is_active = (step >= 0) & (step < steps) & (number < count)
+        wire, out, more = jax.lax.cond(is_active, work, idle, received)
+        is_last = is_active & (stage == own.last)
+        buffer = store(buffer, out, jnp.where(is_last, number, -1))
+        return (device.send_forward(wire), buffer, add(sums, more)), None
 
-    initial = (
-        device.empty_wire(),
-        ring_buffer(outputs, count),
-        zeros((loss, statistics)),
-    )
+    initial = own.empty_wire(), ring_buffer(outputs, count), zeros(of_results)
     ticks = jnp.arange(steps + size - 1)
     _, outputs, sums = jax.lax.scan(tick, initial, ticks)[0]
     return jax.lax.psum((outputs, *sums), device.axis)

@@ -14,8 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from tessera.graph.pipelining.buffer_slots import Slots, allocate
-
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
@@ -142,11 +140,6 @@ class Schedule:
         stage = chunk * self.stages + np.arange(self.stages)
         works = (micro >= 0) & ((kind != "F") | (stage < self.virtual_stages - 1))
         return int(works.any(axis=1).sum())
-
-    @cached_property
-    def slots(self) -> Slots:
-        """The ring buffers that the schedule needs; see :class:`Slots`."""
-        return allocate(self)
 
     def costs(
         self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0

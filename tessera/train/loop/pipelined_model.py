@@ -65,14 +65,15 @@ class PipelinedModel:
         weights, shared = self._divided(params)
         result = self._pipeline(batch).gradients(weights, shared, batch, seed)
         gradients = self.model.join(result.weights, result.shared)
-        return result.statistics, gradients
+        of_blocks, of_head = result.statistics
+        return {**of_head, **of_blocks}, gradients
 
     def sums(self, params: Tree, batch: Tree) -> Sums:
         """The sums of one microbatch ``[B, S]``, without gradients."""
         batch = jax.tree.map(partial(jnp.expand_dims, axis=0), batch)
         divided = self._divided(params)
-        _, _, sums = self._pipeline(batch).outputs(*divided, batch)
-        return sums
+        _, _, (of_blocks, of_head) = self._pipeline(batch).outputs(*divided, batch)
+        return {**of_head, **of_blocks}
 
     def _pipeline(self, batch: Tree) -> Pipeline:
         return Pipeline(
@@ -143,6 +144,8 @@ class PipelinedModel:
         return Stages(
             runs=[self._run],
             wire=self.model.wire(rows, length),
+            head=self._head,
+            recomputes=self.model.recomputes_stages,
             constrain_wire=lambda wire: self.model.constrain_wire(wire, place),
             constrain_weights=constrain_weights,
             has_copies=self.gathers_once,
@@ -167,8 +170,7 @@ class PipelinedModel:
           index: The number of the stage.
 
         Returns:
-          What is sent to the next stage, and the stage's share of both results of
-          ``Model.loss``, which are added up over stages.
+          What is sent to the next stage, and both of ``Model.block_sums``.
         """
         model, place, split = self.model, self._place, self.model.split
         assert split is not None, "the model of a pipeline has stages"
@@ -179,18 +181,18 @@ class PipelinedModel:
             index == 0, lambda: model.embed(params, micro, place), lambda: wire
         )
         hidden, statistics = model.run_blocks(params, hidden, micro, place, own)
-        objective, chunk = self.objective, self.loss_chunk
-        extra, others = model.block_sums(statistics, objective.count(micro))
+        extra, others = model.block_sums(statistics, self.objective.count(micro))
+        return hidden, jnp.float32(extra), ((), others)
 
-        def last() -> Sums:
-            return objective.sums(model, params, hidden, micro, place, chunk)
-
-        def none() -> Sums:
-            return dict.fromkeys(objective.sum_names, jnp.float32(0.0))
-
-        is_last = index == len(split.layers) - 1
-        sums = jax.lax.cond(is_last, last, none)
-        return hidden, sums["loss"] + extra, ((), {**sums, **others})
+    def _head(
+        self, weights: Tree, shared: Tree, out: tuple[Array, Tree], micro: Tree
+    ) -> tuple[Array, Sums]:
+        """The objective of one microbatch, from the last stage's hidden state."""
+        params = self.model.join(weights, shared)
+        sums = self.objective.sums(
+            self.model, params, out[0], micro, self._place, self.loss_chunk
+        )
+        return sums["loss"], sums
 
 
 def schedule_of(

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 
 from tessera.errors import SettingConflictError, SettingValueError, did_you_mean
 from tessera.foundations.tree import zeros
+from tessera.ops.rematerialization import FULL as FULL
 from tessera.ops.rematerialization import NAMED as NAMED
 from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES
+from tessera.ops.rematerialization import save_unless_quick
 from tessera.ops.wide_gradients import read_copies
 
 Policies: TypeAlias = tuple[str, ...]
@@ -71,21 +73,26 @@ def policies_of(remat: Any, kinds: Sequence[str]) -> Policies:
     return policies
 
 
-def policies_of_stage(policies: Policies, depth: int) -> Policies:
-    """The policies of a pipeline stage, which runs some of the layers, or all of them.
+def policies_of_stage(policies: Policies, stages: Sequence[range]) -> Policies:
+    """The policies of a pipeline stage, by the position of a layer in it.
+
+    Args:
+      policies: One for each layer of the model.
+      stages: The layers of each virtual stage.
 
     Raises:
-      SettingConflictError: [T507] the layers of a stage differ in their policies.
+      SettingConflictError: [T507] the stages differ in their policies.
     """
-    if len(policies) == depth:
-        return policies
-    if len(set(policies)) > 1:
+    patterns = [policies[layers.start : layers.stop] for layers in stages]
+    longest = max(patterns, key=len)
+    if any(pattern != longest[: len(pattern)] for pattern in patterns):
         raise SettingConflictError(
-            "the stages of a pipeline run one program, so all layers need one policy",
-            got=f"remat={_shown(list(policies))}",
-            fix="give remat one name for all layers, or drop 'pp' from the mesh",
+            "the stages of a pipeline run one program, so their layers need the same "
+            "policies",
+            got="\n".join(f"stage {i}: {', '.join(p)}" for i, p in enumerate(patterns)),
+            fix="give remat one name for all layers, or a list that repeats by stage",
         )
-    return policies[:1] * depth
+    return longest
 
 
 def scan_layers(
@@ -95,7 +102,7 @@ def scan_layers(
     policies: Policies,
     *,
     exists: jax.Array | None = None,
-    regathered: bool = False,
+    leanly: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
     """``jax.lax.scan`` over layers with a rematerialization policy for each.
@@ -107,9 +114,8 @@ def scan_layers(
       policies: One for each layer, as ``policies_of`` gives them.
       exists: bool ``[layers]``: whether each is a layer, or padding, which leaves the
         carry as it is and whose results are zeros; None has no padding.
-      regathered: Whether ``none`` saves no array that a sharding constraint gives: the
-        backward pass gathers the weights of each layer again, and not all of them are
-        in memory at once.
+      leanly: Whether ``none`` saves nothing that is quick to compute again, such as
+        activations, casts, and gathered weights, which would all be in memory at once.
       unroll: Layers in one step of a scan.
 
     Returns:
@@ -119,7 +125,7 @@ def scan_layers(
     if exists is not None:
         body, layers = _skipping_padding(body), (layers, exists)
     runs = [(name, len(list(same))) for name, same in groupby(policies)]
-    scan = partial(_scan, body, regathered=regathered, unroll=unroll)
+    scan = partial(_scan, body, leanly=leanly, unroll=unroll)
     if len(runs) == 1:
         return scan(carry, layers, runs[0])
     leaves, tree = jax.tree.flatten(layers)
@@ -154,25 +160,21 @@ def _concatenated(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def _unless_constrained(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name != "sharding_constraint"
-
-
 def _scan(
     body: Body,
     carry: Any,
     layers: Any,
     run: tuple[str, int],
     *,
-    regathered: bool,
+    leanly: bool,
     unroll: int,
 ) -> tuple[Any, Any]:
     """A scan over adjacent layers that share a policy."""
     name, count = run
-    if name != NONE or regathered:
+    if name != NONE or leanly:
         body = jax.checkpoint(
             body,
-            policy=POLICIES.get(name, _unless_constrained),
+            policy=POLICIES.get(name, save_unless_quick),
             # XLA does not merge computations across a loop, but may in a single step.
             prevent_cse=count <= unroll,
         )

@@ -30,6 +30,7 @@ from tessera.ops.losses import Reduction, cross_entropy
 from tessera.shard import ShardSpec
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import (
+    FULL,
     NONE,
     Policies,
     policies_of,
@@ -178,7 +179,7 @@ class Model(ABC):
         self.place(mesh)
         policies = self.policies
         if self.split is not None:
-            policies_of_stage(policies, self.split.depth)
+            policies_of_stage(policies, self.split.layers)
 
     def check_params(self, params: Tree) -> None:
         """Check that a tree has the parameters of this model.
@@ -246,6 +247,11 @@ class Model(ABC):
             each block.
         """
         return policies_of(self.remat, self.block_kinds)
+
+    @property
+    def recomputes_stages(self) -> bool:
+        """Whether the backward of a pipeline's stage stores nothing but its input."""
+        return set(self.policies) == {FULL}
 
     def remat_notes(self) -> list[str]:
         """Which layers the backward pass computes again."""

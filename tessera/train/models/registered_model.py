@@ -328,14 +328,16 @@ class RegisteredModel(Model):
         exists = None if numbers is None or self.is_even else numbers < total
         numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
         layers = named_leaves(params[self.blocks], is_leaf=is_copy), numbers
-        policies = policies_of_stage(self._known_policies, len(numbers))
+        policies = self._known_policies
+        if self.split is not None:
+            policies = policies_of_stage(policies, self.split.layers)
         return scan_layers(
             body,
             hidden,
             layers,
             policies,
             exists=exists,
-            regathered=place.mesh is not None,
+            leanly=place.mesh is not None,
         )
 
     def head(

@@ -142,8 +142,7 @@ class StepCollectives:
             return
         # Of all layers, as in _reductions.
         local = self.device.scalars(each, without=(*axes, "pp"))
-        # The backward pass of a pipeline's stage begins with its forward pass.
-        passes = 3 if self.layout.schedule else 2
+        passes = 2 + self.layout.recomputes_stages
         if not each.is_layered and not self.layout.schedule:
             passes = 1  # the logits keep it for the backward pass
         item = min(self._item, each.itemsize)  # codes are gathered as they are stored
@@ -202,7 +201,7 @@ class StepCollectives:
         if "tp" not in self.sizes:
             return
         passes = 1 + self.work.recomputed[str(self.layout.remat)].products
-        passes += bool(self.layout.schedule)
+        passes += self.layout.recomputes_stages
         inputs: dict[int, Calls] = {}
         for each in self.work.products:
             rows, layered = each.rows * self._share, each.path in self._layered

@@ -62,6 +62,7 @@ class DeviceWork:
       split: The stages of a pipeline, of which each device stores its own.
 
     Attributes:
+      has_padding: Whether some stages have fewer layers than others.
       stage_share: The share of the layers that a device computes at a time: all, or a
         virtual stage with its padding.
     """
@@ -75,6 +76,7 @@ class DeviceWork:
     ) -> None:
         self.work, self.place, self.machine = work, place, machine
         self.stage_share = split.depth / split.num_layers if split else 1.0
+        self.has_padding = split is not None and not split.is_even
         # Stored layers for each layer: all stages have as many, some of them padding.
         self._padding = self.stage_share * len(split.layers) if split else 1.0
         self.ragged = RaggedProducts(work, place, machine.platform)
@@ -281,10 +283,27 @@ class DeviceWork:
         """
         share = sequences / self.place.size("context")
         again = self.work.recomputed[policy]
-        # Where all is computed again, the inputs of layers are all that is kept.
-        inputs = again.products / self._residual_split
-        split = inputs + (1 - again.products) * self.copied_share
-        return (again.kept_bytes * split + self.ragged.kept_bytes(policy)) * share
+        kept = again.kept_bytes * self.copied_share
+        if again.products:  # inputs of layers are kept, and results of some products
+            stream = self.work.num_layers * sum(row.nbytes for row in self.work.lookups)
+            inputs = min(stream, again.kept_bytes)
+            kept = inputs / self._residual_split
+            kept += (again.kept_bytes - inputs) * self._share_of_results
+        return (kept + self.ragged.kept_bytes(policy)) * share
+
+    @cached_property
+    def _share_of_results(self) -> float:
+        """The share of the results of products that each device of ``tp`` has.
+
+        Of those in layers that are not sums over its devices.
+        """
+        local = whole = 0.0
+        for each in self.work.products:
+            if each.path in self._layered and self.split(each.inner_names) == 1:
+                numbers = each.times * each.rows * each.outer
+                local += numbers / self.split(each.outer_names)
+                whole += numbers
+        return local / whole if whole else 1.0
 
     def optimizer_seconds(self, zero_shards: int) -> float:
         """Seconds of the update of the parameters.

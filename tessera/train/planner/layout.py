@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from tessera.train.config.run_config import Config, data_parallel_groups
+from tessera.train.models.layer_scan import FULL, NONE
 
 SETTINGS: Final = {
     "sequence_parallel": "model.sequence_parallel",
@@ -72,6 +73,20 @@ class Layout:
         """Sequences of a step."""
         groups = data_parallel_groups(self.sizes)
         return groups * self.micro_batch_size * self.microbatches
+
+    @property
+    def recomputes_stages(self) -> bool:
+        """Whether the backward pass of a pipeline's stage runs the stage again."""
+        return self.schedule is not None and self.remat == FULL
+
+    @property
+    def kept_policy(self) -> str:
+        """The policy of ``remat`` by whose rule a microbatch keeps residuals.
+
+        Under ``none`` stages keep nothing that is elementwise: what ``dots`` keeps.
+        """
+        is_lean = self.schedule is not None and self.remat == NONE
+        return "dots" if is_lean else str(self.remat)
 
     def applied(self, config: Config) -> Config:
         """A configuration with this layout in it."""

@@ -9,8 +9,10 @@ differentiated, so are the layer's own results and the gradients so far.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
+from tessera.graph.pipelining import Slots, allocate, schedule
 from tessera.ops.linear_loss_chunks import chunk_rows
 from tessera.targets.machine import Machine
 from tessera.train.planner.device_work import DeviceWork
@@ -110,7 +112,7 @@ def _moments(
 ) -> tuple[tuple[float, float, float, float], ...]:
     """Kept, gradients, working and tables: at the loss, and in a layer."""
     work, sizes = device.work, layout.sizes
-    stages, policy = sizes.get("pp", 1), str(layout.remat)
+    stages, policy = sizes.get("pp", 1), layout.kept_policy
     kept = device.kept_bytes(layout.micro_batch_size, policy) * device.stage_share
     whole = device.kept_bytes(layout.micro_batch_size, "none")
     tables, trained, weights, logits = _ends(device, layout)
@@ -119,11 +121,15 @@ def _moments(
     scalars = sum(device.scalars(p) for p in work.parameters if p.is_trained)
     gradients = _F32 * scalars / split
     sums = gradients if layout.microbatches > 1 else 0.0
-    if stages > 1:  # inputs of stages in flight, and the sums of a tick's gradients
+    if layout.schedule:
         inputs = whole and sum(each.nbytes for each in work.lookups)
         share = layout.micro_batch_size / device.place.size("context")
-        kept += 2 * stages * inputs * share
-        sums += trained
+        slots = _slots(layout)
+        # The ring buffers, and what a tick writes to them or has read.
+        kept *= slots.residual_slots + 1
+        kept += (slots.input_slots + 2) * inputs * share
+        kept += slots.weight_slots * _weight_residuals(device, layout)
+        sums += trained  # those of a tick
     if layout.gather == "step":
         # A copy of a stage's weights, and two of tables in f32: one is a branch's.
         wide = 1 if work.matmul_dtype == "float32" else 2
@@ -131,7 +137,7 @@ def _moments(
         gradients *= sizes.get("fsdp", 1)
         sums = gradients + trained
     layer = (whole + 2 * weights) / work.num_layers
-    if policy == "none":
+    if layout.remat == "none":
         layer /= 4  # its results are among what is kept
     layer += device.ragged_bytes(layout.micro_batch_size)
     of_platform = _TABLES_OF_STAGES if stages > 1 else _TABLES
@@ -142,6 +148,44 @@ def _moments(
         (kept, sums, logits, in_loss),
         (kept, sums + gradients, layer, trained),
     )
+
+
+def _slots(layout: Layout) -> Slots:
+    """The ring buffers of a layout's pipeline."""
+    stages = layout.sizes["pp"]
+    count, chunks = layout.microbatches, layout.chunks if layout.chunks > 1 else None
+    if layout.schedule != "gpipe":  # more need no more slots
+        count = min(count, 4 * stages)
+    return _slots_of(layout.schedule, stages, count, chunks, layout.recomputes_stages)
+
+
+@cache
+def _slots_of(
+    name: str, stages: int, microbatches: int, chunks: int | None, recomputes: bool
+) -> Slots:
+    table = schedule(name, stages, microbatches, chunks)
+    return allocate(table, recomputes=recomputes)
+
+
+def _weight_residuals(device: DeviceWork, layout: Layout) -> float:
+    """Bytes that a split backward leaves for the gradients of weights.
+
+    The operands of their products; or, of stages with padding, which are branches, the
+    gradients themselves.
+    """
+    work, item = device.work, 2 if device.work.matmul_dtype != "float32" else _F32
+    if device.has_padding:
+        scalars = sum(
+            device.scalars(each, without=("fsdp",)) for each in work.parameters
+        )
+        return _F32 * scalars
+    numbers = 0.0
+    for each in work.products:
+        if each.path in work.layered():
+            rows, inner, outer = device.local_dims(each)
+            numbers += each.times * rows * (inner + outer)
+    share = layout.micro_batch_size / device.place.size("context")
+    return item * numbers * share * device.stage_share
 
 
 def _ends(device: DeviceWork, layout: Layout) -> tuple[float, float, float, float]:

@@ -197,10 +197,15 @@ class _Prediction:
 
     def _allocation(self) -> float:
         """Seconds in which a CPU gets the pages of what a microbatch keeps."""
-        layout = self.layout
-        kept = self.device.kept_bytes(layout.micro_batch_size, str(layout.remat))
-        kept /= layout.sizes.get("pp", 1)  # a stage has its own layers alone
+        # A stage has its own layers alone.
+        kept = self._kept() / self.layout.sizes.get("pp", 1)
         return kept * self.machine.overhead["allocation"]
+
+    def _kept(self) -> float:
+        """Bytes that a microbatch keeps, were all layers on the device."""
+        return self.device.kept_bytes(
+            self.layout.micro_batch_size, self.layout.kept_policy
+        )
 
     def _accumulated(self) -> tuple[float, float, float]:
         """Compute, exposed communication and bubble of microbatches in turn."""
@@ -235,9 +240,12 @@ class _Prediction:
         sent = shares * self._exposed(of_layers, layers)
         sent += ends * self._exposed(of_ends, compute.total - layers)
         forward = shares * compute.layers_forward + ends * compute.ends_forward
-        # A backward pass begins with the forward pass of its stage.
         backward = shares * compute.layers_backward + ends * compute.ends_backward
-        backward += forward
+        if layout.recomputes_stages:
+            backward += forward
+        else:  # residuals go into a ring buffer and come out again
+            moved = 2 * self._kept() * shares / self.machine.memory_rate
+            forward, backward = forward + moved, backward + moved
         count, stages = layout.microbatches, table.stages
         busy = _lockstep(table, forward, backward)
         all_time = _lockstep(table, forward + sent / 3, backward + 2 * sent / 3)

@@ -7,17 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.graph.pipelining import Op, Schedule, custom, schedule
+from tessera.graph.pipelining.buffer_slots import Slots, allocate
 from tessera.graph.pipelining.named_schedules import NAMES
 from tessera.graph.pipelining.schedule_table import KINDS
 
 
 def execute(table: Schedule) -> None:
+    for recomputes in (False, True):
+        execute_with(table, allocate(table, recomputes=recomputes), recomputes)
+
+
+def execute_with(table: Schedule, slots: Slots, recomputes: bool) -> None:
     """The loop over ticks with names instead of arrays; fails at any wrong read.
 
     A name is (microbatch, virtual stage that reads it).
     """
-    slots, stages = table.slots, table.stages
-    inputs = [[None] * slots.stash_slots for _ in range(stages)]
+    stages = table.stages
+    inputs = [[None] * slots.input_slots for _ in range(stages)]
+    left = [[None] * slots.residual_slots for _ in range(stages)]
     cotangents = [[None] * slots.cotangent_slots for _ in range(stages)]
     kept = [[None] * slots.weight_slots for _ in range(stages)]
     sent: dict[str, list] = {"F": [None] * stages, "B": [None] * stages}
@@ -28,13 +35,13 @@ def execute(table: Schedule) -> None:
                 inputs[device][slot] = arrived["F"][device - 1]
             if (slot := slots.receive_backward[tick, device]) >= 0:
                 cotangents[device][slot] = arrived["B"][(device + 1) % stages]
-            rings = inputs[device], cotangents[device], kept[device]
-            run(table, tick, device, rings, sent)
+            rings = inputs[device], left[device], cotangents[device], kept[device]
+            run(table, slots, recomputes, (tick, device), rings, sent)
 
 
-def run(table: Schedule, tick: int, device: int, rings, sent) -> None:
-    slots, last = table.slots, table.virtual_stages - 1
-    inputs, cotangents, kept = rings
+def run(table, slots, recomputes, place, rings, sent) -> None:
+    last, (tick, device) = table.virtual_stages - 1, place
+    inputs, left, cotangents, kept = rings
 
     def read(ring: list, slots_read: np.ndarray, me: tuple, has_slot: bool) -> None:
         slot = slots_read[tick, device]
@@ -46,9 +53,13 @@ def run(table: Schedule, tick: int, device: int, rings, sent) -> None:
         stage = chunk * table.stages + device
         if m >= 0 and kind == "F":
             read(inputs, slots.forward_slot, (m, stage), stage > 0)
+            if not recomputes and stage < last:
+                left[slots.leave_slot[tick, device]] = (m, stage)
             sent["F"][device] = (m, stage + 1)
         elif m >= 0 and kind == "B":
-            read(inputs, slots.backward_slot, (m, stage), stage > 0)
+            runs_again = recomputes or stage == last
+            read(inputs, slots.backward_slot, (m, stage), runs_again and stage > 0)
+            read(left, slots.residual_slot, (m, stage), not runs_again)
             read(cotangents, slots.cotangent_slot, (m, stage), stage < last)
             sent["B"][device] = (m, stage - 1)
             if table.splits_backward:
@@ -93,23 +104,27 @@ def test_no_ring_has_a_slot_more_than_are_in_use_at_once(name):
         (op.kind, op.microbatch, op.chunk * 4 + device): tick
         for tick, device, op in table.placed()
     }
-    in_use = np.zeros((table.ticks, 4), int)
+    inputs = np.zeros((table.ticks, 4), int)
+    left = np.zeros((table.ticks, 4), int)
     for (kind, m, stage), tick in ticks.items():
         if kind == "F" and stage + 1 < table.virtual_stages:
-            in_use[tick + 1 : ticks["B", m, stage + 1] + 1, (stage + 1) % 4] += 1
-    assert table.slots.stash_slots == in_use.max()
+            inputs[tick + 1 : ticks["B", m, stage + 1] + 1, (stage + 1) % 4] += 1
+            left[tick : ticks["B", m, stage] + 1, stage % 4] += 1
+    assert allocate(table, recomputes=True).input_slots == inputs.max()
+    assert allocate(table).residual_slots == left.max()
 
 
 def test_one_device_keeps_only_what_it_sends_to_itself():
-    slots = schedule("1f1b", 1, 4).slots
-    assert (slots.stash_slots, slots.cotangent_slots, slots.weight_slots) == (0, 0, 0)
+    slots = allocate(schedule("1f1b", 1, 4))
+    assert (slots.input_slots, slots.residual_slots) == (0, 0)
+    assert (slots.cotangent_slots, slots.weight_slots) == (0, 0)
     # With two chunks the second one's input comes round to the same device.
-    slots = schedule("interleaved", 1, 4, chunks=2).slots
-    assert (slots.stash_slots, slots.cotangent_slots) == (1, 1)
+    slots = allocate(schedule("interleaved", 1, 4, chunks=2))
+    assert (slots.input_slots, slots.cotangent_slots) == (1, 1)
 
 
 def test_the_tables_cannot_be_written():
-    slots = schedule("1f1b", 2, 4).slots
+    slots = allocate(schedule("1f1b", 2, 4))
     assert slots.receive_forward.dtype == np.int32
     with pytest.raises(ValueError, match="read-only"):
         slots.receive_forward[0, 0] = 1
@@ -120,7 +135,7 @@ def test_what_waits_takes_a_slot_for_as_long():
     forwards = [[[Op("F", 0)], []], [[Op("F", 1)], []]]
     second = [[[], [Op("F", m), Op("B", m)]] for m in (0, 1)]
     first = [[[Op("B", 0)], []], [[Op("B", 1)], []]]
-    slots = custom([*forwards, *second, *first], microbatches=2).slots
+    slots = allocate(custom([*forwards, *second, *first], microbatches=2))
     assert slots.receive_forward.tolist() == [
         [-1, -1],
         [-1, 0],
@@ -132,4 +147,4 @@ def test_what_waits_takes_a_slot_for_as_long():
     assert slots.forward_slot[:, 1].tolist() == [-1, -1, 0, 1, -1, -1]
     assert slots.receive_backward[:, 0].tolist() == [-1, -1, -1, 0, 1, -1]
     assert slots.cotangent_slot[:, 0].tolist() == [-1, -1, -1, -1, 0, 1]
-    assert (slots.stash_slots, slots.cotangent_slots) == (2, 2)
+    assert (slots.input_slots, slots.cotangent_slots) == (2, 2)

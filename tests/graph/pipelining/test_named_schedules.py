@@ -8,6 +8,7 @@ import pytest
 
 from tessera.errors import PipelineSizeError, ScheduleError, UnknownScheduleError
 from tessera.graph.pipelining import Op, custom, schedule
+from tessera.graph.pipelining.buffer_slots import allocate
 from tessera.graph.pipelining.named_schedules import (
     NAMES,
     gpipe,
@@ -90,36 +91,44 @@ def test_what_a_device_keeps_does_not_depend_on_the_number_of_microbatches(
     name, stages, rings
 ):
     for m in (4 * stages, 8 * stages, 32 * stages):
-        slots = schedule(name, stages, m).slots
+        slots = allocate(schedule(name, stages, m), recomputes=True)
         assert (
-            slots.stash_slots,
+            slots.input_slots,
             slots.cotangent_slots,
             slots.weight_slots,
         ) == rings
 
 
 def test_gpipe_keeps_every_microbatch():
-    assert [gpipe(4, m).slots.stash_slots for m in (4, 8, 32)] == [4, 8, 32]
+    for m in (4, 8, 32):
+        assert allocate(gpipe(4, m)).residual_slots == m
+        assert allocate(gpipe(4, m), recomputes=True).input_slots == m
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_1f1b_keeps_residuals_from_a_forward_until_its_gradient_has_come_back(stages):
+    slots = allocate(one_f_one_b(stages, 5 * stages))
+    assert (slots.input_slots, slots.residual_slots) == (1, 2 * stages - 1)
 
 
 def test_zero_bubble_keeps_at_most_a_third_more_microbatches_than_there_are_stages():
     for stages in (2, 4, 8, 16):
-        slots = zero_bubble(stages, 5 * stages).slots
+        slots = allocate(zero_bubble(stages, 5 * stages), recomputes=True)
         assert slots.weight_slots <= stages + (stages + 1) // 3
-        assert slots.stash_slots <= 2 * (stages - 1) + 1
+        assert slots.input_slots <= 2 * (stages - 1) + 1
 
 
 @pytest.mark.parametrize("name", cases(NAMES, "1f1b"))
 def test_a_schedule_may_be_of_seventy_two_devices(name):
     table = schedule(name, 72, 504)
-    assert table.slots.stash_slots <= 504
+    assert allocate(table).residual_slots <= 504
     assert table.table("F").shape == (table.ticks, 72, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_work_to_make_a_schedule_grows_as_its_operations_do(name):
-    small = num_lines_run(lambda: schedule(name, 6, 42).slots)
-    large = num_lines_run(lambda: schedule(name, 24, 168).slots)
+    small = num_lines_run(lambda: allocate(schedule(name, 6, 42)))
+    large = num_lines_run(lambda: allocate(schedule(name, 24, 168)))
     assert large <= 16 * small
 
 

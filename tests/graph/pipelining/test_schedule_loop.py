@@ -22,7 +22,8 @@ from tessera.analysis import hlo
 from tessera.analysis.ledger import collectives
 from tessera.analysis.timeline.schedule import Branch, Loop, TimedSteps
 from tessera.graph.pipelining import Op, Schedule, custom, schedule
-from tessera.graph.pipelining.device_tick import Gradients, Stages
+from tessera.graph.pipelining.device_stages import Stages
+from tessera.graph.pipelining.device_tick import Gradients
 from tessera.graph.pipelining.schedule_loop import Pipeline
 from tessera.mesh import Mesh
 from tests.graph.pipelines import cases
@@ -65,22 +66,24 @@ def last(shared: Any, x: jax.Array, micro: Any) -> jax.Array:
     return -jnp.sum(jnp.where(chosen, scores, 0.0) * micro["weight"][:, None])
 
 
-def stages_of(count: int) -> Stages:
+def stages_of(count: int, *, recomputes: bool = False) -> Stages:
     """As many virtual stages."""
 
     def run(weights: Any, shared: Any, wire: Any, micro: Any, index: Any) -> Any:
         x = jax.lax.cond(index == 0, lambda: first(shared, micro), lambda: wire["x"])
         x = layers(weights, x, micro["scale"])
-        is_last = index == count - 1
-        loss = jax.lax.cond(
-            is_last, lambda: last(shared, x, micro), lambda: jnp.float32(0.0)
-        )
-        outputs = {"x": jnp.where(is_last, x, 0.0)}
-        statistics = {"runs": jnp.float32(1.0), "sum": x.sum()}
-        return {"x": x}, loss, (outputs, statistics)
+        outputs = {"x": jnp.where(index == count - 1, x, 0.0)}
+        # Each stage has a part of the loss, as layers with routers have.
+        extra = 0.01 * jnp.square(x).sum()
+        return {"x": x}, extra, (outputs, {"runs": jnp.float32(1.0), "sum": x.sum()})
+
+    def head(_: Any, shared: Any, out: Any, micro: Any) -> Any:
+        (wire, outputs), half = out, jnp.float32(0.5)
+        x = half * wire["x"] + half * outputs["x"]  # which are the same
+        return last(shared, x, micro), {"heads": jnp.float32(1.0)}
 
     wire = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
-    return Stages([run], wire)
+    return Stages([run], wire, head, recomputes)
 
 
 def arguments(count: int, size: int, microbatches: int) -> tuple[Any, Any, Any]:
@@ -112,10 +115,12 @@ def by_autodiff(weights: Any, shared: Any, micros: Any) -> Gradients:
 
     def one(flat: Any, shared: Any, micro: Any) -> Any:
         x, total = first(shared, micro), jnp.float32(0.0)
+        extra = jnp.float32(0.0)
         for stage in range(count):
             x = layers((flat[0][stage], flat[1][stage]), x, micro["scale"])
             total = total + x.sum()
-        return last(shared, x, micro), (x, total)
+            extra = extra + 0.01 * jnp.square(x).sum()
+        return last(shared, x, micro) + extra, (x, total)
 
     def loss(flat: Any, shared: Any, floats: Any) -> Any:
         given = {**floats, "label": micros["label"]}
@@ -129,10 +134,10 @@ def by_autodiff(weights: Any, shared: Any, micros: Any) -> Gradients:
     (own, of_shared, of_micros), (total, x, statistic) = found
     return Gradients(
         loss=total,
-        statistics={
-            "runs": jnp.float32(count * len(micros["label"])),
-            "sum": statistic,
-        },
+        statistics=(
+            {"runs": jnp.float32(count * len(micros["label"])), "sum": statistic},
+            {"heads": jnp.float32(len(micros["label"]))},
+        ),
         weights=jax.tree.map(lambda g, w: g.reshape(w.shape), own, weights),
         shared=of_shared,
         micros=dict(enumerate([of_micros[k] for k in sorted(of_micros)], start=1)),
@@ -165,10 +170,11 @@ def _reference(count: int, microbatches: int) -> Gradients:
     return jax.jit(by_autodiff)(*arguments(count, count, microbatches))
 
 
-def check(table: Schedule, mesh: Mesh) -> None:
+def check(table: Schedule, mesh: Mesh, *, recomputes: bool = False) -> None:
     """Everything that the loop gives under a table, beside autodiff."""
     given = arguments(table.virtual_stages, table.stages, table.microbatches)
-    pipeline = Pipeline(table, stages_of(table.virtual_stages), mesh, "pp")
+    stages = stages_of(table.virtual_stages, recomputes=recomputes)
+    pipeline = Pipeline(table, stages, mesh, "pp")
 
     def run(weights: Any, shared: Any, micros: Any) -> Gradients:
         return pipeline.gradients(
@@ -186,19 +192,25 @@ def check(table: Schedule, mesh: Mesh) -> None:
 
 @pytest.mark.slow(reason="each schedule is compared with autodiff once")
 @pytest.mark.parametrize(
-    ("name", "size", "microbatches", "chunks"),
+    ("name", "size", "microbatches", "chunks", "recomputes"),
     [
-        pytest.param("gpipe", 4, 6, 1, marks=pytest.mark.full),
-        ("1f1b", 4, 2, 1),  # fewer microbatches than stages
-        pytest.param("interleaved", 2, 6, 2, marks=pytest.mark.full),
-        ("zero_bubble", 4, 6, 1),
-        pytest.param("zero_bubble", 2, 1, 1, marks=pytest.mark.full),
-        pytest.param("interleaved", 1, 3, 4, marks=pytest.mark.full),
+        pytest.param("gpipe", 4, 6, 1, False, marks=pytest.mark.full),
+        pytest.param("gpipe", 2, 3, 1, True, marks=pytest.mark.full),
+        ("1f1b", 4, 2, 1, False),  # fewer microbatches than stages
+        ("1f1b", 2, 4, 1, True),
+        pytest.param("interleaved", 2, 6, 2, False, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, 4, 2, True, marks=pytest.mark.full),
+        ("zero_bubble", 4, 6, 1, False),
+        pytest.param("zero_bubble", 2, 3, 1, True, marks=pytest.mark.full),
+        pytest.param("zero_bubble", 2, 1, 1, False, marks=pytest.mark.full),
+        pytest.param("interleaved", 1, 3, 4, False, marks=pytest.mark.full),
     ],
 )
-def test_a_schedule_gives_what_autodiff_gives(name, size, microbatches, chunks):
+def test_a_schedule_gives_what_autodiff_gives(
+    name, size, microbatches, chunks, recomputes
+):
     table = schedule(name, size, microbatches, chunks if chunks > 1 else None)
-    check(table, mesh_of(pp=size))
+    check(table, mesh_of(pp=size), recomputes=recomputes)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tessera.graph.pipelining import schedule
-from tessera.graph.pipelining.device_tick import Stages
+from tessera.graph.pipelining.device_stages import Stages
 from tessera.graph.pipelining.schedule_loop import Pipeline
 from tessera.mesh import Mesh
 from tessera.ops.wide_gradients import read_copies

@@ -104,11 +104,17 @@ def test_a_policy_that_is_none_is_refused(remat, message):
 
 
 def test_the_layers_of_a_stage_share_a_policy():
-    assert policies_of_stage(("full",) * 4, 2) == ("full", "full")
+    halves = range(2), range(2, 4)
+    assert policies_of_stage(("full",) * 4, halves) == ("full", "full")
+    assert policies_of_stage(("full", "none") * 2, halves) == ("full", "none")
+    # A stage with a layer less has padding in its place.
+    uneven = range(3), range(3, 5)
+    policies = ("full", "none", "dots", "full", "none")
+    assert policies_of_stage(policies, uneven) == ("full", "none", "dots")
     mixed = policies_of({"global": "full"}, CONFIG.layer_kinds)
-    assert policies_of_stage(mixed, 4) == mixed
+    assert policies_of_stage(mixed, [range(4)]) == mixed
     with pytest.raises(SettingConflictError) as caught:
-        policies_of_stage(mixed, 2)
+        policies_of_stage(("full", "none", "dots", "none"), halves)
     assert caught.value.code == "T507"
 
 

@@ -327,7 +327,9 @@ class DecoderModel(Model):
         config.check_length(hidden.shape[1])
         attention = layer_attention(config, hidden.shape[1], segment_ids, place)
         graphdef, layers = nnx.split(self.merge(params).decoder)
-        count = config.num_layers
+        count, policies = config.num_layers, self.policies
+        if self.split is not None:
+            policies = policies_of_stage(policies, self.split.layers)
         exists = None if numbers is None or self.is_even else numbers < count
         numbers = jnp.arange(count) if numbers is None else numbers
 
@@ -342,8 +344,9 @@ class DecoderModel(Model):
                 body,
                 hidden,
                 (layers, _are_global(config, numbers)),
-                policies_of_stage(self.policies, len(numbers)),
+                policies,
                 exists=exists,
+                leanly=self.split is not None,
                 unroll=config.scan_unroll,
             )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A split backward: the same gradients, the same matmuls, few and small residuals."""
+"""A stage in parts: the same gradients, the same matmuls, few and small residuals."""
 
 from functools import cache, partial
 
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.analysis import flops
-from tessera.graph.pipelining.weight_gradients import split_backward
+from tessera.graph.pipelining.stage_gradient import stage_gradient
 from tessera.jax_compat import jaxprs
 from tests.graph.pipelines import cases
 from tests.graph.pipelining.stages import (
@@ -38,13 +38,30 @@ every_stage = pytest.mark.parametrize(
 )
 
 
-def split_of(stage, *args):
-    """The split backward of a stage that returns nothing beside its output."""
+class SplitOf:
+    """A stage that returns nothing beside its output, with its backward in two parts.
 
-    def with_nothing(*args):
-        return stage(*args), None
+    The forward and the gradient of the input are as one here: that they may be apart is
+    below.
+    """
 
-    return split_backward(with_nothing, *args)
+    def __init__(self, stage, weights, h, _, *more):
+        def with_nothing(*args):
+            return stage(*args), None
+
+        self.whole = stage_gradient(
+            with_nothing, weights, h, *more, splits_backward=True
+        )
+        self.residuals = self.whole.weight_residuals
+        self.weight_gradients = self.whole.weight_gradients
+
+    def input_gradients(self, weights, h, cotangent, *more):
+        _, aux, residuals = self.whole.forward(weights, h, *more)
+        dh, kept = self.whole.backward(residuals, weights, cotangent, *more)
+        return dh, kept, aux
+
+
+split_of = SplitOf
 
 
 @cache
@@ -160,8 +177,8 @@ def test_the_gradients_of_scales_alone_are_computed_early():
     assert [r.shape for r in split.residuals] == [(LAYERS, DIM)]
     first, _ = programs_of(split, scales, ACTIVATIONS, ACTIVATIONS, ())
     forward = next(e for e in equations_of(first) if e.primitive.name == "scan")
-    # The last layer's output; of each layer the sine, its derivative and the scale.
-    assert len(forward.outvars) == 4
+    # The last layer's output; of each layer the sine and its operand.
+    assert len(forward.outvars) == 3
 
 
 def test_what_a_nested_region_computes_from_weights_alone_is_no_residual(cube_mesh):
@@ -230,7 +247,7 @@ def test_each_equation_keeps_its_line_and_its_scopes():
     assert places(both) == places(whole)
 
 
-def test_other_results_of_a_stage_come_with_the_gradient_of_its_input():
+def test_other_results_of_a_stage_come_with_its_forward():
     def stage(weights, h, tokens):
         out = mlp(weights, h)
         return out, {"loss": jnp.sum(out * out), "of": tokens}
@@ -244,9 +261,11 @@ def test_other_results_of_a_stage_come_with_the_gradient_of_its_input():
         return pull(cotangent), beside
 
     given = MLP, ACTIVATIONS, ACTIVATIONS, jnp.arange(3)
-    split = split_backward(stage, *given)
-    dh, residuals, beside = jax.jit(split.input_gradients)(*given)
-    dw = jax.jit(split.weight_gradients)(residuals, MLP, jnp.arange(3))
+    gradient = stage_gradient(
+        stage, MLP, ACTIVATIONS, jnp.arange(3), splits_backward=False
+    )
+    _, beside, residuals = jax.jit(gradient.forward)(MLP, ACTIVATIONS, jnp.arange(3))
+    dh, dw = jax.jit(gradient.backward)(residuals, MLP, ACTIVATIONS, jnp.arange(3))
     found = (dw, dh), beside
     jax.tree.map(np.testing.assert_array_equal, found, whole(*given))
 
@@ -334,3 +353,96 @@ def test_a_region_that_is_manual_over_the_pipeline_alone(cube_mesh, remat):
     expected = jax.jit(alone)(weights, h)
     close = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
     jax.tree.map(close, found, expected)
+
+
+# --- a forward and its backward apart
+
+
+def gradient_of(name, *, splits_backward=False):
+    """A stage's parts, and results, gradients and residuals of all of them."""
+    stage, weights, h, *more = STAGES[name]
+    return stage_gradient(
+        lambda *args: (stage(*args), None),
+        weights,
+        h,
+        *more,
+        splits_backward=splits_backward,
+    )
+
+
+@every_stage
+def test_a_forward_and_its_backward_compute_what_the_whole_does(name):
+    whole, _, weights, h, cotangent, more = pieces(name)
+    stage, gradient = STAGES[name][0], gradient_of(name)
+    out, _, residuals = jax.jit(gradient.forward)(weights, h, *more)
+    dh, dw = jax.jit(gradient.backward)(residuals, weights, cotangent, *more)
+    expected = stage(weights, h, *more), *whole(weights, h, cotangent, *more)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    if name == "narrow activations":
+        close = partial(np.testing.assert_allclose, rtol=0.05, atol=0.05)
+    jax.tree.map(close, (out, dw, dh), expected)
+    found = [(r.shape, r.dtype) for r in residuals]
+    assert found == [(r.shape, r.dtype) for r in gradient.residuals]
+
+
+def matmuls_of(gradient, name):
+    """Floating-point operations of the matmuls of the forward and of the backward."""
+    stage, weights, h, *more = STAGES[name]
+    cotangent = jax.eval_shape(stage, weights, h, *more)
+    first = jax.make_jaxpr(gradient.forward)(weights, h, *more)
+    second = jax.make_jaxpr(gradient.backward)(
+        list(gradient.residuals), weights, cotangent, *more
+    )
+    return [flops.count(program).matmul for program in (first, second)]
+
+
+def test_a_backward_computes_again_what_the_stage_rematerializes_and_no_more():
+    forward, backward = matmuls_of(gradient_of("transformer"), "transformer")
+    assert backward == 2 * forward
+    name = "transformer, matmuls saved"
+    assert matmuls_of(gradient_of(name), name) == [forward, backward]
+    name = "transformer, rematerialized"
+    again = matmuls_of(gradient_of(name), name)[1] - backward
+    # Not the product that makes the layer's output, which no gradient reads.
+    last = LAYERS * 2 * BATCH * SEQ * DIM * HIDDEN
+    assert again == forward - last
+
+
+def test_policies_say_what_a_forward_leaves():
+    tokens = LAYERS * BATCH * SEQ
+    (inputs,) = gradient_of("transformer, rematerialized").residuals
+    assert inputs.size == tokens * DIM
+    saved = gradient_of("transformer, matmuls saved").residuals
+    # Each layer's input; q, k, v, scores, what they weigh, and three products.
+    scores = tokens * SEQ * 2
+    assert sorted(r.size for r in saved) == sorted(
+        [tokens * DIM] * 6 + [scores, tokens * HIDDEN]
+    )
+
+
+def test_a_weight_that_a_branch_casts_or_gathers_is_no_residual():
+    """Padding layers are skipped by a branch, whose results are the residuals."""
+
+    def layer(weights, h):
+        weight, exists = weights
+
+        def run(h):
+            return jnp.tanh(h @ weight.astype(jnp.bfloat16).astype(jnp.float32))
+
+        return lax.cond(exists, run, lambda h: h, h)
+
+    gradient = stage_gradient(
+        lambda w, h, exists: (scanned(layer)((w, exists), h), None),
+        WIDE,
+        ACTIVATIONS,
+        jnp.arange(LAYERS) < 3,
+        splits_backward=False,
+    )
+    weight = (LAYERS, DIM, DIM)
+    assert all(r.shape != weight for r in gradient.residuals)
+    exists = jnp.arange(LAYERS) < 3
+    out, _, residuals = gradient.forward(WIDE, ACTIVATIONS, exists)
+    dh, dw = gradient.backward(residuals, WIDE, ACTIVATIONS, exists)
+    expected = jax.vjp(lambda w, h: scanned(layer)((w, exists), h), WIDE, ACTIVATIONS)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (out, (dw, dh)), (expected[0], expected[1](ACTIVATIONS)))
