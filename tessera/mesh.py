@@ -41,7 +41,7 @@ from tessera.foundations.device_grid import (
 )
 from tessera.jax_compat import jaxprs, target_devices
 from tessera.jax_compat.traces import manual_axes
-from tessera.targets.device_layout import device_grid
+from tessera.targets import device_layout
 from tessera.targets.mesh_devices import default_ids, find_devices, no_place
 from tessera.targets.target import Target
 
@@ -51,8 +51,10 @@ _logger = logging.getLogger("tessera.mesh")
 # The Tessera mesh of each JAX mesh. It cannot be reconstructed if ids are positions,
 # see find_devices.
 _mesh_of_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
-# The target of each JAX mesh that has one: its devices do not say so.
-_target_of_jax: WeakKeyDictionary[JaxMesh, Target] = WeakKeyDictionary()
+# The target of each JAX mesh that has one, and the numbers of its devices there.
+_placed_of_jax: WeakKeyDictionary[JaxMesh, tuple[Target, tuple[int, ...]]] = (
+    WeakKeyDictionary()
+)
 # The meshes of ``with mesh:``, each with the one that JAX had when it was opened.
 _opened: ContextVar[tuple[tuple["Mesh", JaxMesh | None], ...]] = ContextVar(
     "tessera_meshes", default=()
@@ -74,7 +76,10 @@ class Mesh:
         ``grid.even_sizes``.
       target: A machine to compile for that need not be here, such as ``h100:2x8``.
         Without ``devices`` the axes are laid onto its links, inner axes onto the
-        fastest.
+        fastest. Over several TPU slices, of a target or here, the first axes cross
+        them; see ``dcn_shape``. Programs
+        for a mesh whose ``fsdp``, ``tp``, ``ep``, ``cp`` or ``sp`` crosses them begin
+        with a warning.
 
     Raises:
       MeshShapeError: [T101] axes, nesting and shape do not describe one grid, or one of
@@ -108,7 +113,9 @@ class Mesh:
         self._sizes = fold(self.axes, len(ids), nesting, shape)
         if self.target is not None:
             chosen = None if devices is None else ids
-            ids = device_grid(self.target, self._sizes, chosen)
+            ids = device_layout.device_grid(self.target, self._sizes, chosen)
+        elif devices is None:
+            ids = device_layout.grid_here(self._sizes, ids)
         self.device_ids: tuple[int, ...] = ids
         # Axes of a JAX mesh may be Explicit: then array types include their layout.
         self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
@@ -146,6 +153,9 @@ class Mesh:
                 num_devices = target.num_devices if target else jax.device_count()
             sizes = inferred(axes, sizes, num_devices)
         devices = None if target else range(math.prod(sizes))
+        # Settings are checked before there is a backend.
+        if devices and jaxprs.backend_started() and devices[-1] < jax.device_count():
+            devices = device_layout.grid_here(sizes, tuple(devices))
         return cls(axes, devices=devices, shape=sizes, target=target)
 
     @classmethod
@@ -170,10 +180,10 @@ class Mesh:
             and (existing := _mesh_of_jax.get(mesh)) is not None
         ):
             return existing
-        ids: Sequence[int] = range(mesh.size)
+        ids, target = range(mesh.size), None
         if isinstance(mesh, JaxMesh):
             ids = [device.id for device in mesh.devices.flat]
-        target = _target_of_jax.get(mesh) if isinstance(mesh, JaxMesh) else None
+            target, ids = _placed_of_jax.get(mesh, (None, ids))
         sizes = tuple(mesh.shape.values())
         result = cls(mesh.axis_names, devices=ids, shape=sizes, target=target)
         # Axes are Manual only inside the region that the array was created in.
@@ -193,6 +203,23 @@ class Mesh:
     def size(self) -> int:
         """Number of devices."""
         return math.prod(self._sizes)
+
+    @cached_property
+    def slices(self) -> tuple[int, ...]:
+        """The TPU slice, or the target's rack, of each device in :attr:`device_ids`."""
+        return device_layout.slices_of(self.device_ids, self.target)
+
+    @property
+    def dcn_shape(self) -> dict[str, int]:
+        """Of each axis that crosses slices or racks, in how many parts it lies.
+
+        What ``jax.experimental.mesh_utils`` calls ``dcn_mesh_shape``.
+
+        Example:
+          >>> Mesh(["dp", "fsdp"], shape=(4, 8), target="v5e:4x4*2").dcn_shape
+          {'dp': 2}
+        """
+        return device_layout.dcn_shape(self.axes, self._sizes, self.slices)
 
     @property
     def topology(self) -> str:
@@ -278,7 +305,7 @@ class Mesh:
         if self.target is not None:
             devices = self.target.devices
             mesh = self._grid_of([devices[i] for i in self.device_ids])
-            _target_of_jax[mesh] = self.target
+            _placed_of_jax[mesh] = self.target, self.device_ids
             return mesh
         return self._grid_of(target_devices.cpu_devices(self.size))
 
@@ -363,6 +390,7 @@ class Mesh:
         return (*parts, self.target)
 
     def _grid_of(self, devices: Sequence[Device]) -> JaxMesh:
+        device_layout.warn_of_slow_axes(self.dcn_shape)
         grid = np.array(devices, dtype=object).reshape(self._sizes)
         return JaxMesh(grid, self.axes, axis_types=self.axis_types)
 

@@ -41,18 +41,17 @@ def cpu_devices(count: int) -> Sequence[jax.Device]:
 
 
 @functools.cache
-def cuda_devices(hosts: int, per_host: int, config: str) -> Sequence[jax.Device]:
+def cuda_devices(topology: str, config: str) -> Sequence[jax.Device]:
     """NVIDIA GPUs that are not there, host by host.
 
     Args:
-      hosts: Hosts.
-      per_host: GPUs of each.
+      topology: Racks × hosts of each × GPUs of each, such as ``1x2x8``.
       config: XLA's ``GpuTargetConfigProto`` of the device in text form.
 
     Raises:
       Exception: Of any class, where the plugin is missing or does not start.
     """
-    options = {"topology": f"1x{hosts}x{per_host}", "target_config": config}
+    options = {"topology": topology, "target_config": config}
     prepare()
     _assume_capabilities()
     try:
@@ -89,18 +88,21 @@ def _assume_capabilities() -> None:
 
 
 @functools.cache
-def tpu_devices(topology: str, chip_config: str) -> Sequence[jax.Device]:
-    """TPU devices that are not there.
+def tpu_devices(
+    topology: str, chip_config: str, slices: int = 1
+) -> Sequence[jax.Device]:
+    """TPU devices that are not there, slice by slice.
 
     Args:
       topology: Such as ``v5e:4x4``, in chips.
       chip_config: libtpu's name: ``default``, or ``megacore`` for one device a chip.
+      slices: How many of that topology.
 
     Raises:
       Exception: Of any class, where libtpu is missing or has no such topology.
     """
     prepare()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"num_slices": slices}
     if chip_config != "default":
         options["chip_config_name"] = chip_config
     found = topologies.get_topology_desc(topology, "tpu", **options)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from tessera.targets.target import Target
 
 # A level of links by its name, or one link of a torus in one direction: its dim, the
-# direction along it, and the chip that it leaves.
+# direction along it, and the chip that it leaves, last its slice.
 UsedLink: TypeAlias = str | tuple[int, int, tuple[int, ...]]
 
 # Of devices that share a chip of a torus.
@@ -35,14 +35,14 @@ def group_links(target: Target, group: Sequence[int]) -> frozenset[UsedLink]:
     """
     if len(group) < 2:
         return frozenset()
+    domains = Counter(domain(target, device) for device in group)
+    fast, slow = target.machine.links[0].name, target.machine.links[-1].name
+    outside = frozenset({slow} if len(domains) > 1 else ())
     if not target.machine.is_torus:
-        domains = Counter(domain(target, device) for device in group)
-        fast, slow = target.machine.links[0].name, target.machine.links[-1].name
-        names = {fast} if max(domains.values()) > 1 else set()
-        return frozenset(names | ({slow} if len(domains) > 1 else set()))
-    places = zip(*(target.coordinates[device] for device in group), strict=True)
+        return outside | ({fast} if max(domains.values()) > 1 else set())
+    *places, _ = zip(*(target.coordinates[device] for device in group), strict=True)
     dims = tuple(dim for dim, used in enumerate(places) if len(set(used)) > 1)
-    return _links_along(target, dims)
+    return outside if outside and not dims else outside | _links_along(target, dims)
 
 
 def permutation_links(
@@ -64,11 +64,11 @@ def permutation_links(
     for sender, receiver in pairs:
         if sender == receiver:
             continue
-        if target.machine.is_torus:
-            loads.update(list(_route(target, sender, receiver)) or _CHIP)
-            continue
         is_inside = domain(target, sender) == domain(target, receiver)
-        loads[target.machine.links[0 if is_inside else -1].name] += 1
+        if is_inside and target.machine.is_torus:
+            loads.update(list(_route(target, sender, receiver)) or _CHIP)
+        else:
+            loads[target.machine.links[0 if is_inside else -1].name] += 1
     return loads
 
 
@@ -80,8 +80,10 @@ def domain(target: Target, device: int) -> int:
       [0, 1]
     """
     machine = target.machine
-    size = machine.links[0].devices or target.num_devices
-    if len(target.shape) == 2 and not machine.is_torus:
+    size = machine.links[0].devices
+    if size is None or target.slices > 1:
+        return device // target.slice_size
+    if len(target.shape) == 2:
         # A target may use a part of the devices of each host.
         hosts = -(-size // machine.devices_per_host)
         size = min(size, hosts * target.shape[1])
@@ -90,7 +92,7 @@ def domain(target: Target, device: int) -> int:
 
 @cache
 def _links_along(target: Target, dims: tuple[int, ...]) -> frozenset[UsedLink]:
-    places = itertools.product(*map(range, target.shape))
+    places = itertools.product(*map(range, (*target.shape, target.slices)))
     found = [(dim, step, at) for at in places for dim in dims for step in (1, -1)]
     return frozenset(found or _CHIP)
 

@@ -8,7 +8,6 @@ scaling-book), with a latency for each step.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +23,9 @@ class Span:
     Attributes:
       size: Devices of the group.
       inside: Devices of it that share a domain of the fastest links.
-      rings: On a torus, the rings or lines that it extends along: how many of its
-        devices are on each, and the share of a ring's bandwidth that they have.
+      rings: On a torus, the rings or lines that it extends along in each slice: how
+        many of its devices are on each, and the share of a ring's bandwidth that they
+        have.
     """
 
     size: int
@@ -45,10 +45,12 @@ def span(target: Target, group: Sequence[int]) -> Span:
       target: The machine.
       group: Ids of devices of the target.
     """
-    if target.machine.is_torus:
-        return _torus_span(target, group)
-    domains = Counter(domain(target, device) for device in group)
-    return Span(len(group), max(domains.values()))
+    domains: dict[int, list[int]] = {}
+    for device in group:
+        domains.setdefault(domain(target, device), []).append(device)
+    largest = max(domains.values(), key=len)
+    rings = _rings(target, largest) if target.machine.is_torus else ()
+    return Span(len(group), len(largest), rings)
 
 
 def permutation_span(target: Target, pairs: Iterable[tuple[int, int]]) -> Span:
@@ -62,13 +64,14 @@ def permutation_span(target: Target, pairs: Iterable[tuple[int, int]]) -> Span:
     """
     if not (loads := permutation_links(target, pairs)):
         return Span(1, 1)
-    if target.machine.is_torus:
-        return Span(2, 2, ((2, 1.0 / max(loads.values())),))
-    is_outside = target.machine.links[-1].name in loads
-    return Span(2, 1 if is_outside and len(target.machine.links) > 1 else 2)
+    links = target.machine.links
+    if len(links) > 1 and links[-1].name in loads:
+        return Span(2, 1)
+    share = 1.0 / max(loads.values())
+    return Span(2, 2, ((2, share),) if target.machine.is_torus else ())
 
 
-def _torus_span(target: Target, group: Sequence[int]) -> Span:
+def _rings(target: Target, group: Sequence[int]) -> tuple[tuple[int, float], ...]:
     machine = target.machine
     places = [target.coordinates[device] for device in group]
     rings = []
@@ -80,7 +83,7 @@ def _torus_span(target: Target, group: Sequence[int]) -> Span:
         stride = max(1, (used[-1] - used[0]) // (len(used) - 1))
         is_ring = len(used) * stride == length and length % machine.ring_multiple == 0
         rings.append((len(used), (1.0 if is_ring else 0.5) / stride))
-    return Span(len(group), len(group), tuple(rings))
+    return tuple(rings)
 
 
 def collective_seconds(
@@ -99,7 +102,8 @@ def collective_seconds(
         permute, broadcast           v / W, or v / w between domains
 
     On a torus W is the sum over the rings that the group extends along; an all-to-all
-    takes V / 4 W and a permute has one direction of one ring.
+    takes V / 4 W and a permute has one direction of one ring. Between slices libtpu
+    reduces or gathers inside of each and across one after the other, so both add up.
 
     Args:
       machine: Whose links.
@@ -110,11 +114,19 @@ def collective_seconds(
     """
     if where.size == 1:
         return 0.0
-    if machine.is_torus:
-        return _torus_seconds(machine.links[0], kind, nbytes, where)
     levels = level_bytes(machine, kind, nbytes, where)
-    longest = max(sent / link.rate for link, sent in levels.items())
-    return longest + _latency(machine, kind, where)
+    if not machine.is_torus:
+        longest = max(sent / link.rate for link, sent in levels.items())
+        return longest + _latency(machine, kind, where)
+    fast, slow, seconds = machine.links[0], machine.links[-1], 0.0
+    if levels[fast]:
+        nbytes *= where.inside / where.size if "to-all" in kind else 1
+        inside = Span(where.inside, where.inside, where.rings)
+        seconds = _torus_seconds(fast, kind, nbytes, inside)
+    if where.domains > 1:
+        latency = _latency(machine, kind, Span(where.domains, 1))
+        seconds += levels[slow] / slow.rate + latency
+    return seconds
 
 
 def level_bytes(
@@ -123,7 +135,7 @@ def level_bytes(
     """Bytes that one device sends over each level of links, in one call.
 
     Args:
-      machine: Whose links; not those of a torus.
+      machine: Whose links.
       kind: XLA's name, such as ``all-reduce``.
       nbytes: As for ``collective_seconds``.
       where: How the group lies on the links; of two devices at least.
@@ -138,7 +150,8 @@ def level_bytes(
         case "collective-permute" | "collective-broadcast":
             inner, outer = (nbytes, 0.0) if h == 1 else (0.0, nbytes)
         case _:
-            inner = sent_bytes(kind, nbytes, n) if g > 1 else 0.0
+            ring = g if machine.is_torus else n
+            inner = sent_bytes(kind, nbytes, ring) if g > 1 else 0.0
             outer = sent_bytes(kind, nbytes, h) / g
     return {fast: inner, slow: outer}
 

@@ -41,7 +41,8 @@ class Link:
         along one ring, both ways together.
       efficiency: The share of it that large collectives reach.
       latency: Seconds of one message.
-      devices: Devices that the level connects; None connects all.
+      devices: Devices that the level connects; None connects all, and the first level
+        of a torus those of a slice.
     """
 
     name: str
@@ -270,13 +271,14 @@ def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:
         yield "links is a list of levels, fastest first"
         return
     names = {each.name for each in fields(Link)}
+    is_torus = "largest_torus" in values  # whose slice is what the first level joins
     for number, link in enumerate(links):
         needed = names - {"devices"}
         if not isinstance(link, dict) or not needed <= set(link) <= names:
             yield f"links[{number}] has the keys {', '.join(sorted(needed))}"
         elif not all(_is_positive(v) for k, v in link.items() if k != "name"):
             yield f"links[{number}] has numbers above 0"
-        elif "devices" not in link and number + 1 < len(links):
+        elif "devices" not in link and links[number + 1 :] and not is_torus:
             yield f"links[{number}].devices is missing: only the last level has none"
 
 

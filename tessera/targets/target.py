@@ -18,7 +18,8 @@ from tessera.jax_compat import target_devices
 from tessera.targets.machine import PLATFORMS as PLATFORMS
 from tessera.targets.machine import Machine, machine, machine_names
 
-_SIZES: Final = re.compile(r"\d+(x\d+)*")
+# 2x8, 4x4x4*2
+_SIZES: Final = re.compile(r"(\d+(?:x\d+)*)(?:\*(\d+))?")
 # 8xh100, h100x8, v5e-8
 _OTHER_FORM: Final = re.compile(r"(?:(\d+)[x*×])?(\w+?)(?:[x*×-](\d+))?")
 # The packages that each compiler needs: all those of one extra.
@@ -39,8 +40,9 @@ class Target:
     Attributes:
       machine: Its devices and links.
       shape: Hosts and devices of each; of a torus the chips along each dim; of ``cpu``
-        the devices.
+        the devices. All of one slice, where there are several.
       compiler: What compiles for it: that of the machine, or ``cpu`` to stand in.
+      slices: TPU slices, or racks of GPUs, that slower links join.
 
     Example:
       >>> target = Target.parse("h100:2x8")
@@ -51,14 +53,16 @@ class Target:
     machine: Machine
     shape: tuple[int, ...]
     compiler: str
+    slices: int = 1
 
     @classmethod
     def parse(cls, text: str, compiler: str | None = None) -> "Target":
-        """The target of a text such as ``h100:2x8``, ``v5p:4x4x4`` or ``cpu:8``.
+        """The target of a text such as ``h100:2x8``, ``v5p:4x4x4*2`` or ``cpu:8``.
 
         Args:
           text: The machine's name or file, a colon, and its size: hosts × devices of
             each, or the chips of a torus along each dim. The hosts may be left out.
+            ``*2`` after it is two such slices or racks.
           compiler: ``cpu`` compiles for CPU devices instead; None is the machine's own.
 
         Raises:
@@ -78,23 +82,29 @@ class Target:
                 got=f"compiler={compiler!r}",
                 fix=f"use 'cpu' or {found.compiler!r}",
             )
-        if not colon or not _SIZES.fullmatch(size):
+        if not colon or not (form := _SIZES.fullmatch(size)):
             raise _size_error(found, text, "there is no size", _usual(found))
-        sizes = tuple(map(int, size.split("x")))
-        if problem := _size_problem(found, sizes):
+        sizes, slices = tuple(map(int, form[1].split("x"))), int(form[2] or 1)
+        if problem := _size_problem(found, sizes, slices):
             raise _size_error(found, text, *problem)
         if found.compiler == "cuda" and len(sizes) == 1:
             sizes = (1, *sizes)
-        return cls(found, sizes, compiler or found.compiler)
+        return cls(found, sizes, compiler or found.compiler, slices)
 
     @property
     def name(self) -> str:
         """The text that ``parse`` reads."""
-        return f"{self.machine.name}:{'x'.join(map(str, self.shape))}"
+        slices = f"*{self.slices}" if self.slices > 1 else ""
+        return f"{self.machine.name}:{'x'.join(map(str, self.shape))}{slices}"
 
     @property
     def num_devices(self) -> int:
         """JAX devices."""
+        return self.slices * self.slice_size
+
+    @property
+    def slice_size(self) -> int:
+        """JAX devices of one slice, which have numbers that follow each other."""
         return math.prod(self.shape) * self.machine.devices_per_chip
 
     @property
@@ -167,35 +177,40 @@ class Target:
         if self.compiler == "tpu":
             size = "x".join(map(str, self.shape))
             topology = f"{found.topology}:{size}"
-            return target_devices.tpu_devices(topology, found.chip_config)
-        hosts, per_host = self.shape
-        return target_devices.cuda_devices(hosts, per_host, found.compiler_config)
+            return target_devices.tpu_devices(topology, found.chip_config, self.slices)
+        size = f"{self.slices}x{'x'.join(map(str, self.shape))}"
+        return target_devices.cuda_devices(size, found.compiler_config)
 
     @cached_property
     def coordinates(self) -> tuple[tuple[int, ...], ...]:
         """Where each device is, in the order of their ids.
 
-        Of a torus the chip along each dim; else the host, then the device in it.
+        Of a torus the chip along each dim, then the slice; else the host, then the
+        device in it.
         """
         if not self.machine.is_torus:
-            sizes = self.shape if len(self.shape) == 2 else (1, *self.shape)
+            *hosts, devices = self.shape
+            sizes = self.slices * math.prod(hosts), devices
             return tuple(itertools.product(*map(range, sizes)))
         # The first dim varies fastest; the devices of a chip are next to each other.
-        chips = itertools.product(*map(range, reversed(self.shape)))
-        copies = self.machine.devices_per_chip
-        return tuple(tuple(reversed(chip)) for chip in chips for _ in range(copies))
+        chips = itertools.product(*map(range, (self.slices, *reversed(self.shape))))
+        copies = range(self.machine.devices_per_chip)
+        return tuple(tuple(reversed(chip)) for chip in chips for _ in copies)
 
     def __str__(self) -> str:
         return self.name
 
 
 def _size_problem(
-    found: Machine, sizes: tuple[int, ...]
+    found: Machine, sizes: tuple[int, ...], slices: int = 1
 ) -> tuple[str, tuple[int, ...]] | None:
     """What is wrong with the sizes of a target, and near sizes that it may have."""
     largest, most = found.largest_torus, found.devices_per_host
-    if 0 in sizes:
+    fast, size = found.links[0], math.prod(sizes)
+    if 0 in (*sizes, slices):
         return "a size is 0", _usual(found)
+    if slices > 1 and len(found.links) == 1:
+        return f"{found.name} has no links between slices, only {fast.name}", sizes
     if found.is_torus:
         if len(sizes) != len(largest):
             got = f"{len(sizes)} sizes, and the torus has {len(largest)} dims"
@@ -214,7 +229,10 @@ def _size_problem(
         return got, _usual(found)
     elif sizes[-1] > most:
         got = f"{sizes[-1]} devices in a host, and it has {most}"
-        return got, (max(1, round(math.prod(sizes) / most)), most)
+        return got, (max(1, round(size / most)), most)
+    elif slices > 1 and size > (fast.devices or size):
+        got = f"{size} devices in each, and {fast.name} joins {fast.devices} of them"
+        return got, (slices * size // sizes[-1], sizes[-1])
     return None
 
 
@@ -230,6 +248,8 @@ def _size_error(
 ) -> TargetError:
     kind = "chips along each dim" if found.is_torus else "hosts × devices of each"
     example = f", such as {found.name}:{'x'.join(map(str, near))}" if near else ""
+    if near and found.is_torus:
+        example += f", or {example[10:]}*2 for two slices"
     return TargetError(
         f"there is no target {text!r}",
         got=got,

@@ -8,6 +8,7 @@ from tessera.targets.target import Target
 
 HOSTS = Target.parse("h100:2x8")
 PLANE = Target.parse("v5e:4x4")
+SLICES = Target.parse("v5e:4x4*2")
 RINGS = Target.parse("v5p:4x4x4")
 
 
@@ -27,8 +28,26 @@ def test_a_group_uses_the_levels_that_it_extends_over(group, links):
 def test_hosts_of_which_a_part_of_the_devices_is_used_are_still_hosts():
     part = Target.parse("h100:2x4")
     assert [domain(part, device) for device in range(8)] == [0] * 4 + [1] * 4
-    rack = Target.parse("gb200_nvl72:36x2")
+    rack = Target.parse("gb200:36x2")
     assert [domain(rack, device) for device in (35, 36)] == [0, 1]
+
+
+def test_each_slice_or_rack_of_a_target_is_a_domain():
+    racks = Target.parse("gb200:16x4*2")
+    assert [domain(racks, device) for device in (63, 64)] == [0, 1]
+    assert [domain(SLICES, device) for device in (15, 16)] == [0, 1]
+
+
+def test_a_group_in_several_slices_uses_the_links_between_them():
+    assert group_links(SLICES, (3, 19)) == {"DCN"}
+    inside, both = group_links(SLICES, range(4)), group_links(SLICES, (0, 1, 16, 17))
+    assert both == inside | {"DCN"}
+
+
+def test_the_same_links_of_two_slices_are_not_shared():
+    inside = [(0, 1), (1, 2), (16, 17), (17, 18)]
+    assert set(permutation_links(SLICES, inside).values()) == {1}
+    assert permutation_links(SLICES, [(0, 16), (1, 17)]) == {"DCN": 2}
 
 
 def test_a_group_of_a_torus_uses_the_links_along_its_dims_both_ways():

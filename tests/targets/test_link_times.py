@@ -60,8 +60,9 @@ def test_a_group_extends_along_rings_of_a_torus(group, rings):
 
 
 def test_one_rack_of_72_is_one_domain_although_it_has_18_hosts():
-    assert span(Target.parse("gb200_nvl72:18x4"), range(72)).domains == 1
-    assert span(Target.parse("gb200:18x4"), range(72)).domains == 18
+    assert span(Target.parse("gb200:18x4"), range(72)).domains == 1
+    assert span(Target.parse("gb200:1x4*18"), range(72)).domains == 18
+    assert span(Target.parse("gb200:16x4*2"), range(128)) == Span(128, 64)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,41 @@ def test_two_rings_of_a_torus_carry_twice_as_much():
     assert two == pytest.approx(1e9 / 3.6e11 * 15 / 16)
 
 
+SLICES = Target.parse("v5p:4x4x4*2")
+
+
+def test_a_group_extends_over_slices():
+    assert span(SLICES, range(128)) == Span(128, 64, ((4, 1.0),) * 3)
+    assert span(SLICES, (0, 64)) == Span(2, 1)
+    assert span(SLICES, (0, 1, 2, 3, 64, 65, 66, 67)) == Span(8, 4, ((4, 1.0),))
+    assert permutation_span(SLICES, [(0, 1), (1, 64)]) == Span(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside", "across"),
+    [
+        # A slice sums or gathers in itself; each chip sends its quarter across.
+        ("all-reduce", 2 * 1e9 / 1.8e11 * 3 / 4, 2 * 1e9 / 2 / 4 / 6.25e9),
+        ("all-gather", 1e9 / 1.8e11 * 3 / 4, 1e9 / 2 / 4 / 6.25e9),
+        ("all-to-all", 1e9 / 2 * 4 / (4 * 1.8e11), 1e9 / 2 / 6.25e9),
+        ("collective-permute", 0.0, 1e9 / 6.25e9),
+    ],
+)
+def test_between_slices_the_time_of_their_links_is_added(kind, inside, across):
+    v5p, where = ideal("v5p"), Span(8, 4, ((4, 1.0),))
+    found = collective_seconds(v5p, kind, 1e9, where)
+    assert found == pytest.approx(inside + across)
+    sent = level_bytes(v5p, kind, 1e9, where)
+    assert sent[v5p.links[1]] == pytest.approx(across * 6.25e9)
+    assert (sent[v5p.links[0]] > 0) == (inside > 0)
+
+
+def test_the_links_between_slices_take_no_time_of_one_slice():
+    v5p, where = ideal("v5p"), Span(4, 4, ((4, 1.0),))
+    for kind in KINDS:
+        assert level_bytes(v5p, kind, 1e9, where)[v5p.links[1]] == 0
+
+
 def test_a_ring_of_neighbors_sends_in_one_direction_at_half_of_the_bandwidth():
     v5p, pairs = ideal("v5p"), [(0, 1), (1, 2), (2, 3), (3, 0)]
     where = permutation_span(TORUS, pairs)
@@ -140,7 +176,7 @@ def test_one_device_sends_nothing():
     kind=st.sampled_from(KINDS),
     sent=st.integers(1, 10**10),
     hosts=st.sampled_from([1, 2, 4]),
-    name=st.sampled_from(["h100", "a100", "gb200_nvl72"]),
+    name=st.sampled_from(["h100", "a100", "gb200"]),
 )
 def test_more_bytes_and_slower_links_never_take_less_time(kind, sent, hosts, name):
     found = machine(name)

@@ -10,7 +10,7 @@ from tessera.errors import TargetError
 from tessera.foundations.config_files import configs_dir
 from tessera.targets.machine import machine, machine_names, machine_of_kind
 
-NAMED = ("a100", "h100", "h200", "b200", "gb200", "gb200_nvl72")
+NAMED = ("a100", "h100", "h200", "b200", "gb200")
 NAMED += ("v4", "v5e", "v5p", "v6e", "7x", "cpu")
 SHARES = ("matmul", "attention", "memory", "overlap")
 
@@ -72,7 +72,7 @@ def test_only_machines_with_a_rate_for_it_multiply_8_bits(tmp_path):
     wide = machine(file_of(tmp_path / "other", flops=rates))
     assert (wide.has_fp8, wide.peak("float8")) == (False, None)
     known = {name for name in machine_names() if machine(name).has_fp8}
-    blackwell = {"b200", "gb200", "gb200_nvl72"}
+    blackwell = {"b200", "gb200"}
     assert known == {"7x", "cpu", "h100", "h200", *blackwell}
 
 

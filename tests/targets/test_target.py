@@ -14,7 +14,12 @@ from tessera.targets.target import Target
     [
         ("h100:2x8", (2, 8), 16, "gpu"),
         ("h100:4", (1, 4), 4, "gpu"),
-        ("gb200_nvl72:18x4", (18, 4), 72, "gpu"),
+        ("gb200:18x4", (18, 4), 72, "gpu"),
+        ("gb200:18x4*8", (18, 4), 576, "gpu"),
+        ("h100:8*4", (1, 8), 32, "gpu"),
+        ("v5e:4x4*2", (4, 4), 32, "tpu"),
+        ("v5p:4x4x4*2", (4, 4, 4), 128, "tpu"),
+        ("v5p:4x4x4*1", (4, 4, 4), 64, "tpu"),
         ("v5p:4x4x4", (4, 4, 4), 64, "tpu"),
         ("v5e:16x16", (16, 16), 256, "tpu"),
         ("7x:2x2x1", (2, 2, 1), 8, "tpu"),
@@ -49,6 +54,12 @@ def test_a_text_names_a_machine_and_its_size(text, shape, devices, platform):
         ("v5e:3x4", "such as v5e:4x4"),
         ("v5p:40x4x4", "such as v5p:16x20x28"),
         ("cpu:2x4", "such as cpu:2048"),
+        ("cpu:8*2", "such as cpu:8"),
+        ("v5e:2*4x4", "or v5e:4x4*2 for two slices"),
+        ("v5e:4x4*0", "such as v5e:4x4"),
+        ("v5e:32x4*2", "such as v5e:16x16"),
+        ("h100:4x8*2", "such as h100:8x8"),
+        ("gb200:20x4*2", "80 devices in each, and NVLink joins 72 of them"),
         ("", "Known: "),
     ],
 )
@@ -111,5 +122,15 @@ def test_the_cpu_stands_in_where_asked():
 
 
 def test_the_first_dim_of_a_torus_varies_fastest():
-    assert Target.parse("v5e:2x4").coordinates[:3] == ((0, 0), (1, 0), (0, 1))
-    assert Target.parse("7x:2x2x1").coordinates[:3] == ((0, 0, 0),) * 2 + ((1, 0, 0),)
+    assert Target.parse("v5e:2x4").coordinates[:3] == (
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+    )
+    assert Target.parse("7x:2x2x1").coordinates[1:3] == ((0, 0, 0, 0), (1, 0, 0, 0))
+
+
+def test_the_slice_is_the_last_of_the_coordinates_and_varies_slowest():
+    two = Target.parse("v5e:2x2*2").coordinates
+    assert two[3:5] == ((1, 1, 0), (0, 0, 1))
+    assert Target.parse("gb200:2x4*2").coordinates[7:9] == ((1, 3), (2, 0))
