@@ -62,6 +62,8 @@ class Collective:
       keeps_slice: Whether each device keeps only its part of an all-reduce's sum, as of
         a reduce-scatter, which XLA on CPU does not have.
       advice: What avoids it, where it is unplanned and that is known.
+      sent: The levels of the target's links, fastest first, and the bytes that a device
+        sends over each in one call.
     """
 
     kind: str
@@ -78,6 +80,7 @@ class Collective:
     is_async: bool = False
     keeps_slice: bool = False
     advice: Advice | None = None
+    sent: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_planned(self) -> bool:

@@ -22,6 +22,8 @@ from tessera.mesh import Mesh
 
 # A GPU's compiler writes all collectives as pairs, and those to wait for at once so.
 _IS_SYNC: Final = re.compile(r'"is_sync":\s*true')
+# Of a collective across slices libtpu keeps the name alone, such as psum.7.
+_WRITTEN: Final = re.compile(r'_xla_host_transfer_rendezvous="([a-z_]+)[\d._]*"')
 
 
 class CollectiveReader:
@@ -60,19 +62,23 @@ class CollectiveReader:
         outer = node.path[-2][1].opcode if len(node.path) > 1 else ""
         if outer == "fusion" and keeps_slice(node.computation, instruction):
             kind = "reduce-scatter"
+        written = _WRITTEN.search(instruction.tail)
+        arrays = arrays_of(node.computation, instruction)
+        nbytes = sum(array.nbytes for array in arrays)
         return Collective(
             kind=kind,
             axes=place.axes,
             group_size=place.size,
-            arrays=arrays_of(node.computation, instruction),
+            arrays=arrays,
             calls=self.counts.calls(node),
             conditional=node.is_conditional,
-            op_name=origin.op_name,
+            op_name=f"{origin.op_name}/{written[1]}" if written else origin.op_name,
             source=user_line(self._flow.module.frames(origin)),
             instruction=instruction.name,
             is_async=part_of_node(node) is Part.START
             or outer in ("async-start", "call-start")
             or _is_asynchronous(instruction),
+            sent=self.places.sent(place, kind, nbytes),
         )
 
 

@@ -47,6 +47,7 @@ from tessera.analysis.hlo import Shape
 from tessera.analysis.hlo_walk import Node
 from tessera.analysis.replica_groups import num_devices
 from tessera.analysis.sharding_constraints import DeclaredLayout
+from tessera.analysis.slice_programs import RUNTIME
 from tessera.analysis.windowed_matmuls import windowed_kinds
 from tessera.foundations.primitive_properties import SLICES
 
@@ -155,6 +156,8 @@ class Reasons:
             return SUM if is_sum and self._is_split_sum(node, axes) else ""
         if kind == "all-gather" and self._gathers_storage(node, axes):
             return SHARDED_STORAGE
+        if kind == "all-gather" and self._gathers_sum(node):
+            return SUM
         if self.declaration(node, row) or self._is_new_state(node, axes):
             return LAYOUT
         return ""
@@ -247,6 +250,16 @@ class Reasons:
         )
         users = self._combined(node)
         return stored and any(axes & self.over(u) for u in users)
+
+    def _gathers_sum(self, node: Node) -> bool:
+        """Whether it is the last part of a sum over several slices."""
+
+        def behind(value: Node) -> Iterator[Node] | None:
+            is_part = value.instruction.opcode in _PART_OF_ARRAY
+            return self._flow.definitions(value.operands()[0]) if is_part else None
+
+        sums = follow(self._flow.definitions(*node.operands()), behind)
+        return all(RUNTIME in each.instruction.tail for each in sums)
 
     def _is_new_state(self, node: Node, axes: Axes) -> bool:
         """Whether results are gathered that come from arrays stored sharded."""

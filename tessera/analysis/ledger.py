@@ -26,7 +26,6 @@ from typing import Protocol, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from tessera.analysis import hlo
 from tessera.analysis import ledger_text as text
 from tessera.analysis.collective import KINDS, Collective, Total
 from tessera.analysis.collective_reader import CollectiveReader
@@ -34,9 +33,9 @@ from tessera.analysis.collective_reasons import LAYOUT, BoundaryAxes, Reasons
 from tessera.analysis.dataflow import Dataflow
 from tessera.analysis.hlo_walk import Node
 from tessera.analysis.sharding_constraints import DeclaredLayout, spec_axes
+from tessera.analysis.slice_programs import program_of
 from tessera.analysis.tables import aligned
 from tessera.analysis.unplanned_advice import Advisor, NamedArray
-from tessera.errors import MeshShapeError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 
@@ -85,6 +84,18 @@ class Ledger:
         """Sums per combination of mesh axes and kind of collective."""
         return _summed(self.rows, lambda row: (row.axes, row.kind))
 
+    def by_link(self) -> dict[str, float]:
+        """Bytes that one device sends over each level of the target's links.
+
+        In one execution, by the algorithms that send least. A level joins the devices
+        of a host or slice (NVLink, ICI), or those between (InfiniBand, DCN).
+        """
+        sums: dict[str, float] = {}
+        for row in self.rows:
+            for link, nbytes in row.sent:
+                sums[link] = sums.get(link, 0.0) + row.counted_calls * nbytes
+        return sums
+
     def as_text(self) -> str:
         """The rows as a table, then the sums per axis and kind."""
         if not self.rows:
@@ -104,7 +115,8 @@ class Ledger:
             return f"no collectives, {title}" if title else "no collectives"
         sums = text.sums(self.by_axis(), self.totals())
         table = aligned(text.SUMS, sums, right=text.SUMS[2:])
-        notes = [*([title] if title else ()), *text.notes(self.rows)]
+        notes = [*filter(None, [title, text.sent(self.by_link())])]
+        notes += text.notes(self.rows)
         return "\n".join([table, *notes])
 
 
@@ -145,19 +157,10 @@ def collectives(
       >>> row.kind, row.axes, row.nbytes, row.calls
       ('all-reduce', ('dp',), 4096, 1)
     """
-    module = hlo.parse(
-        compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    )
-    flow = Dataflow(module)
+    shown = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    flow = Dataflow(program_of(shown, mesh))
     reader = CollectiveReader(flow, mesh)
     rows = list(reader.rows())
-    if rows and module.num_devices not in (1, mesh.size):
-        raise MeshShapeError(
-            "the ledger's mesh is not the one that the program was compiled for",
-            got=f"{mesh.topology} = {mesh.size} devices, "
-            f"a program for {module.num_devices}",
-            fix="pass the mesh that the program was lowered on",
-        )
     if not rows:
         return Ledger((), mesh.shape, mesh.target)
     inputs, outputs = _ends(compiled, names)

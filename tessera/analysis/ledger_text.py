@@ -38,6 +38,12 @@ def title(target: Target | None) -> str:
     return f"compiled for {target.name}"
 
 
+def sent(by_link: Mapping[str, float]) -> str:
+    """What a device sends over each level of links, where it uses several."""
+    used = [f"{format_bytes(n)} over {link}" for link, n in by_link.items() if n]
+    return f"a device sends {' and '.join(used)}" if len(used) > 1 else ""
+
+
 def rows(collectives: Sequence[Collective], shape: Mapping[str, int]) -> Cells:
     """A line for each collective; one for those that differ in no more than a number.
 
@@ -122,6 +128,8 @@ def _cells(
     axes, whole = "×".join(row.axes), replica_groups.num_devices(row.axes, shape)
     if row.axes != replica_groups.UNKNOWN and row.group_size < whole:
         axes = f"{axes} ({row.group_size} of {whole})"
+    if outside := [link for link, nbytes in row.sent[1:] if nbytes]:
+        axes = f"{axes}, {outside[0]}"
     arrays = [str(array) for array in row.arrays]
     calls = "≥1" if row.calls is None else str(row.calls)
     calls = f"≤{calls}" if row.conditional and row.calls is not None else calls

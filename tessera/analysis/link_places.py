@@ -9,7 +9,7 @@ from tessera.analysis.collective_operands import groups_of, kind_of
 from tessera.analysis.hlo import Instruction
 from tessera.mesh import Mesh
 from tessera.targets.link_routes import UsedLink, group_links, permutation_links
-from tessera.targets.link_times import Span, permutation_span, span
+from tessera.targets.link_times import Span, level_bytes, permutation_span, span
 
 _GROUPS: Final = ("replica_groups", "source_target_pairs", "frontend_attributes")
 
@@ -51,6 +51,23 @@ class Places:
         if key not in self._places:
             self._places[key] = self._find(instruction)
         return self._places[key]
+
+    def sent(
+        self, place: Place, kind: str, nbytes: int
+    ) -> tuple[tuple[str, float], ...]:
+        """Bytes that a device sends over each level of links, in one call.
+
+        Args:
+          place: Where the groups of a collective are.
+          kind: XLA's name of it.
+          nbytes: The arrays that it moves.
+        """
+        target = self._mesh.target
+        spans = [where for where in place.spans if where.size > 1]
+        if target is None or not spans:
+            return ()
+        levels = [level_bytes(target.machine, kind, nbytes, where) for where in spans]
+        return tuple((link.name, max(e[link] for e in levels)) for link in levels[0])
 
     def _find(self, instruction: Instruction) -> Place:
         target, ids = self._mesh.target, self._mesh.device_ids

@@ -359,7 +359,7 @@ def test_the_mesh_of_another_program_is_refused(mesh):
     with pytest.raises(MeshShapeError) as raised:
         read(mesh, line, devices=4)
     assert str(raised.value) == (
-        "[T101] the ledger's mesh is not the one that the program was compiled for\n"
+        "[T101] the mesh is not the one that the program was compiled for\n"
         "  got: dp × tp mesh, 2 × 4 = 8 devices, a program for 4\n"
         "  fix: pass the mesh that the program was lowered on\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T101.html"

@@ -35,7 +35,7 @@ def test_collectives_that_are_alike_are_one_line_and_several_rows():
     assert lines[1].split()[:8] == [
         *("all-reduce", "tp", MEGABYTE, "3", "×", "1", "2.86", "MiB")
     ]
-    assert lines[2].split()[:2] == ["all-reduce", "dp"]
+    assert lines[2].split()[:3] == ["all-reduce", "dp,", "InfiniBand"]
 
 
 def test_the_same_collective_of_every_layer_is_one_line():

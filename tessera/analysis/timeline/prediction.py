@@ -5,9 +5,9 @@ Nothing runs: the times are those of the schedule that the compiler wrote, execu
 the figures of a target.
 """
 
-from tessera.analysis import hlo
 from tessera.analysis.hlo import Module
 from tessera.analysis.ledger import HasText
+from tessera.analysis.slice_programs import program_of
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.timeline.operation_times import clock_hz
 from tessera.analysis.timeline.schedule import (
@@ -19,7 +19,7 @@ from tessera.analysis.timeline.schedule import (
 )
 from tessera.analysis.timeline.simulation import Executed, Simulation, Totals
 from tessera.analysis.timeline.timeline import Communication, Operation, Timeline
-from tessera.errors import MeshShapeError, NoTargetError
+from tessera.errors import NoTargetError
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 
@@ -54,14 +54,7 @@ def timeline(program: HasText | str, mesh: Mesh) -> Timeline:
             fix='make the mesh with one: dist.Mesh(axes, shape=…, target="h100:1x8")',
         )
     text = program if isinstance(program, str) else program.as_text()
-    module = hlo.parse(text or "")
-    if module.num_devices not in (1, mesh.size):
-        raise MeshShapeError(
-            "the timeline's mesh is not the one that the program was compiled for",
-            got=f"{mesh.topology} = {mesh.size} devices, "
-            f"a program for {module.num_devices}",
-            fix="pass the mesh that the program was lowered on",
-        )
+    module = program_of(text or "", mesh)
     return _report(TimedSteps(module, mesh, mesh.target), module, mesh.target)
 
 
@@ -133,6 +126,7 @@ def _stream(target: Target, work: Compute | Transfer) -> str:
     if work.row is None:
         return "asynchronous"
     levels = target.machine.links
-    if target.machine.is_torus:
-        return f"{levels[0].name} {'×'.join(work.row.axes)}"
-    return " + ".join(level.name for level in levels if level.name in work.links)
+    names = " + ".join(level.name for level in levels if level.name in work.links)
+    if target.machine.is_torus:  # whose links inside of a slice have no name
+        return f"{names or levels[0].name} {'×'.join(work.row.axes)}"
+    return names
