@@ -14,7 +14,7 @@ devices are positions in the mesh. For two slices of four devices:
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -30,12 +30,13 @@ RUNTIME: Final = "xla_megascale_runtime"
 _KEY: Final = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _TYPE: Final = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TARGET: Final = re.compile(r'_xla_megascale_target="?([\d{},:x>-]+)')
+_KINDS: Final = {"ONE_TO_ONE": "collective-permute"}
 _GROUPS: Final = ("source_target_pairs", "replica_groups")
 # libtpu numbers the devices of the first slice from 100000, of the second from 200000.
 _FIRST: Final = 100_000
 
 
-def program_of(text: str, mesh: Mesh) -> Module:
+def program_of(text: str, mesh: Mesh | None) -> Module:
     """The compiled module that a text shows, for all devices of a mesh.
 
     Args:
@@ -46,7 +47,9 @@ def program_of(text: str, mesh: Mesh) -> Module:
       MeshShapeError: [T101] the program is for another number of devices.
     """
     module = hlo.parse(text)
-    if module.num_devices in (1, mesh.size):
+    # A program of one device may be alone, or in slices of one device each.
+    is_alone = module.num_devices == 1 and RUNTIME not in text
+    if mesh is None or is_alone or module.num_devices == mesh.size:
         return module
     slices: dict[int, list[int]] = {}
     for position, number in enumerate(mesh.slices):
@@ -58,12 +61,14 @@ def program_of(text: str, mesh: Mesh) -> Module:
             f"a program for {module.num_devices}",
             fix="pass the mesh that the program was lowered on",
         )
-    first, size = (0, mesh.target.slice_size) if mesh.target else (_FIRST, _FIRST)
-    positions = {divmod(n - first, size): at for at, n in enumerate(mesh.device_ids)}
+    if mesh.target is not None:
+        numbers = [divmod(n, mesh.target.slice_size) for n in mesh.device_ids]
+    else:
+        numbers = [divmod(d.id - _FIRST, _FIRST) for d in mesh.jax.devices.flat]
+    positions = {number: position for position, number in enumerate(numbers)}
+    members = slices.values()
     whole = {
-        name: Computation(
-            name, {each.name: each for each in _joined(one, slices.values(), positions)}
-        )
+        name: Computation(name, {i.name: i for i in _joined(one, members, positions)})
         for name, one in module.computations.items()
     }
     return replace(module, computations=whole, num_devices=mesh.size)
@@ -82,10 +87,17 @@ def _joined(
       positions: That of a device by its slice and its number in it.
     """
     every, size = computation.instructions, len(next(iter(slices)))
-    across = {(i.opcode, _found(_KEY, i)): i for i in every.values()}
+    across = [each for each in every.values() if RUNTIME in each.tail]
+    sends = {_found(_KEY, each): each for each in across if each.opcode == "send"}
+    recvs = {_found(_KEY, each): each for each in across if each.opcode == "recv"}
+    starts = {recv.name: sends[key] for key, recv in recvs.items() if key in sends}
     for each in every.values():
         if name := next(filter(each.attributes.__contains__, _GROUPS), None):
-            groups = groups_of(each, size)
+            try:
+                groups = groups_of(each, size)
+            except ValueError:  # a newer XLA writes them in another syntax
+                yield each
+                continue
             inside = [[own[p] for p in one] for own in slices for one in groups]
             yield _with_groups(each, name, inside)
         elif 'custom_call_target="SliceId"' in each.tail:
@@ -93,7 +105,7 @@ def _joined(
         elif RUNTIME not in each.tail:
             yield each
         elif each.opcode == "send":
-            received = across.get(("recv", _found(_KEY, each)), each)
+            received = recvs.get(_found(_KEY, each), each)
             start = replace(
                 each,
                 opcode=f"{_kind(each)}-start",
@@ -105,9 +117,11 @@ def _joined(
             outside = [[positions.get(i, none) for i in one] for one in _groups(each)]
             name = _GROUPS["permute" not in start.opcode]
             yield _with_groups(start, name, outside or [[none, none]])
-        elif each.opcode == "recv-done":
-            start = across["send", _found(_KEY, every[each.operands[0]])]
+        elif each.opcode == "recv-done" and each.operands[0] in starts:
+            start = starts[each.operands[0]]
             yield replace(each, opcode=f"{_kind(start)}-done", operands=(start.name,))
+        elif each.opcode != "send-done":
+            yield each
 
 
 def _groups(send: Instruction) -> list[list[tuple[int, int]]]:
@@ -126,17 +140,14 @@ def _numbers(text: str) -> list[int]:
     return [n for low, high in found for n in range(int(low), int(high or low) + 1)]
 
 
-def _with_groups(
-    each: Instruction, name: str, groups: Iterable[Iterable[int]]
-) -> Instruction:
+def _with_groups(each: Instruction, name: str, groups: list[list[int]]) -> Instruction:
     text = ",".join(f"{{{','.join(map(str, group))}}}" for group in groups)
     # Of two attributes of a name the last one counts.
     return replace(each, tail=f"{each.tail}, {name}={{{text}}}")
 
 
 def _kind(send: Instruction) -> str:
-    name = _found(_TYPE, send).lower().replace("_", "-")
-    return name.replace("one-to-one", "collective-permute")
+    return _KINDS.get(name := _found(_TYPE, send), name.lower().replace("_", "-"))
 
 
 def _found(pattern: re.Pattern[str], instruction: Instruction) -> str:

@@ -13,12 +13,12 @@ from typing import Any, Final, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from tessera.analysis import hlo
 from tessera.analysis.device_peaks import peak_flops
 from tessera.analysis.flops import Flops, count, format_flops, matmul_dtype
 from tessera.analysis.ledger import Ledger
 from tessera.analysis.measured_times import Measured, measure
 from tessera.analysis.memory import format_bytes
+from tessera.analysis.slice_programs import program_of
 from tessera.analysis.tables import aligned, format_seconds
 from tessera.analysis.trace_events import COMMAND_BUFFERS, op_events
 from tessera.graph.compile_stages import Compiled
@@ -31,14 +31,8 @@ _EXECUTIONS = 3
 
 # The columns of measured times come last.
 _COLUMNS: Final = (
-    "part",
-    "amount",
-    "at peak",
-    "calls",
-    "time",
-    "share",
-    "hidden",
-    "rate",
+    *("part", "amount", "at peak", "calls"),
+    *("time", "share", "hidden", "rate"),
 )
 
 Axes: TypeAlias = tuple[str, ...]
@@ -76,7 +70,8 @@ class Profile:
           seconds: Time of each execution; None takes the time from the first operation
             of the trace to the last.
         """
-        module = hlo.parse(self.compiled.as_text())
+        mesh = self.compiled.traced.graph.mesh
+        module = program_of(self.compiled.as_text(), mesh)
         events = op_events(folder, module.name)
         if seconds is None and events:
             first, last = min(e.start for e in events), max(e.end for e in events)

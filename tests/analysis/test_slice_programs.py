@@ -2,7 +2,9 @@
 """The program of one slice, as libtpu 0.0.42 writes it, is read as that of all."""
 
 import math
+import types
 
+import numpy as np
 import pytest
 
 from tessera.analysis.ledger import collectives
@@ -112,6 +114,42 @@ def test_a_device_that_the_mesh_does_not_have_is_unknown():
     lines = across("ALL_REDUCE", groups="{{100000,900000}}")
     (row,) = collectives(text_of(lines), mesh_of(dp=2, fsdp=4)).rows
     assert row.is_unknown
+
+
+def test_groups_in_a_newer_syntax_are_unknown():
+    lines = [
+        "  x = f32[100] parameter(0)",
+        "  ROOT a = f32[100] all-reduce(x), replica_groups=<0,1>",
+    ]
+    (row,) = collectives(text_of(lines), mesh_of(dp=2, fsdp=4)).rows
+    assert row.is_unknown
+
+
+def test_slices_of_which_one_device_each_is_used_are_several():
+    text = text_of(across("ALL_REDUCE", groups='"{1,2}x{0}"'))
+    text = text.replace("num_partitions=4", "num_partitions=1")
+    mesh = Mesh(["dp"], devices=[0, 4], target="v5e:2x2*2")
+    assert [row.axes for row in collectives(text, mesh).rows] == [("dp",)]
+
+
+def test_devices_that_are_here_are_found_by_their_own_numbers(monkeypatch):
+    numbers = [100_000, 100_001, 200_001, 200_000]
+    devices = np.array([types.SimpleNamespace(id=number) for number in numbers])
+    mesh = Mesh(["dp", "fsdp"], devices=range(4), shape=(2, 2))
+    monkeypatch.setitem(vars(mesh), "jax", types.SimpleNamespace(devices=devices))
+    monkeypatch.setitem(vars(mesh), "slices", (0, 0, 1, 1))
+    text = text_of(across("ALL_REDUCE", groups="{{100001,200001},{100000,200000}}"))
+    module = program_of(text.replace("num_partitions=4", "num_partitions=2"), mesh)
+    start = module.computations["e"].instructions["s"]
+    assert start.attributes["replica_groups"] == "{{1,2},{0,3}}"
+
+
+def test_what_is_received_elsewhere_is_left_as_it_is():
+    lines = [
+        line.replace("recv-done(r)", "recv-done(x)") for line in across("ALL_REDUCE")
+    ]
+    (row,) = collectives(text_of(lines), mesh_of(dp=2, fsdp=4)).rows
+    assert (row.kind, row.axes) == ("all-reduce", ("dp",))
 
 
 def test_the_number_of_a_slice_is_one_of_the_device():
