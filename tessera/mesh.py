@@ -52,9 +52,7 @@ _logger = logging.getLogger("tessera.mesh")
 # see find_devices.
 _mesh_of_jax: WeakValueDictionary[JaxMesh, "Mesh"] = WeakValueDictionary()
 # The target of each JAX mesh that has one, and the numbers of its devices there.
-_placed_of_jax: WeakKeyDictionary[JaxMesh, tuple[Target, tuple[int, ...]]] = (
-    WeakKeyDictionary()
-)
+_placed_of_jax = WeakKeyDictionary[JaxMesh, tuple[Target, tuple[int, ...]]]()
 # The meshes of ``with mesh:``, each with the one that JAX had when it was opened.
 _opened: ContextVar[tuple[tuple["Mesh", JaxMesh | None], ...]] = ContextVar(
     "tessera_meshes", default=()

@@ -191,14 +191,11 @@ def _dot_general(equation: jaxprs.Equation) -> int:
 
 
 def _ragged_dot_general(equation: jaxprs.Equation) -> int:
-    contracted = primitives.dot_dims(equation).contracted[0]
-    shape = equation.invars[0].aval.shape
-    depth = math.prod(shape[dim] for dim in contracted)
-    result = _size(equation.outvars[0])
-    if primitives.ragged_dims(equation).left in contracted:
+    contracted, flops = primitives.dot_dims(equation).contracted, _dot_general(equation)
+    if primitives.ragged_dims(equation).left in contracted[0]:
         # The groups divide the depth, and the result has one product for each group.
-        result //= equation.invars[2].aval.shape[-1]
-    return 2 * depth * result
+        flops //= equation.invars[2].aval.shape[-1]
+    return flops
 
 
 def _convolution(equation: jaxprs.Equation) -> int:

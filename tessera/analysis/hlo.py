@@ -28,14 +28,8 @@ _LINES = re.compile(r'\{\n((?:".*\n)+)\}')
 _QUOTED = r'"((?:[^"\\]|\\.)*)"'
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _CALLS = (
-    "calls",
-    "to_apply",
-    "body",
-    "condition",
-    "true_computation",
-    "false_computation",
-    "branch_computations",
-    "called_computations",
+    *("calls", "to_apply", "body", "condition", "branch_computations"),
+    *("true_computation", "false_computation", "called_computations"),
 )
 
 
@@ -190,9 +184,8 @@ class Module:
         if stack := metadata(r"stack_frame_id=(\d+)"):
             return tuple(self._stack(int(stack)))
         if file := metadata(f"source_file={_QUOTED}"):
-            return (
-                StackFrame(_unescaped(file), int(metadata(r"source_line=(\d+)") or 0)),
-            )
+            line = int(metadata(r"source_line=(\d+)") or 0)
+            return (StackFrame(_unescaped(file), line),)
         return ()
 
     def _stack(self, frame: int) -> Iterator[StackFrame]:

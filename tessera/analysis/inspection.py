@@ -34,15 +34,7 @@ Block: TypeAlias = tuple[tuple[int, int], ...]
 
 _REPLICATED = PartitionSpec()
 
-_COLUMNS = (
-    "array",
-    "global",
-    "spec",
-    "per device",
-    "bytes",
-    "local bytes",
-    "copies",
-)
+_COLUMNS = ("array", "global", "spec", "per device", "bytes", "local bytes", "copies")
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,8 @@ class Ledger:
             return f"no collectives, {title}" if title else "no collectives"
         sums = text.sums(self.by_axis(), self.totals())
         table = aligned(text.SUMS, sums, right=text.SUMS[2:])
-        notes = [*filter(None, [title, text.sent(self.by_link())])]
-        notes += text.notes(self.rows)
-        return "\n".join([table, *notes])
+        notes = title, text.sent(self.by_link()), *text.notes(self.rows)
+        return "\n".join(line for line in (table, *notes) if line)
 
 
 def collectives(

@@ -38,9 +38,8 @@ class Memory:
     @property
     def peak(self) -> int:
         """An upper bound of bytes in use: all of the above, donated buffers once."""
-        return (
-            self.arguments + self.outputs + self.temporaries - self.aliased + self.code
-        )
+        used = self.arguments + self.outputs + self.temporaries + self.code
+        return used - self.aliased
 
     def as_text(self) -> str:
         """One line per part, largest unit that fits.

@@ -29,10 +29,8 @@ _FREE_CALLS: Final = frozenset(
     }
 )
 _TARGET: Final = re.compile(r'custom_call_target="([^"]*)"')
-_CONTRACTED: Final = re.compile(
-    # Of a dot, and of a call of cuBLAS.
-    r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"\s]*)'
-)
+# Of a dot, and of a call of cuBLAS.
+_CONTRACTED: Final = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"\s]*)')
 _SCORES: Final = re.compile(
     r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\[([^\]]*)'
 )
@@ -198,11 +196,9 @@ def _attention_flops(
     found = _SCORES.search(instruction.tail)
     if not found:
         return 0.0
-    batch, heads, queries, keys = _numbers(found[1])
-    width = _size(computation.operand_shapes(instruction)[:1]) / (
-        batch * heads * queries
-    )
-    flops = (10.0 if is_backward else 4.0) * batch * heads * queries * keys * width
+    # Each number of the queries meets one of every key.
+    keys, queries = _numbers(found[1])[-1], computation.operand_shapes(instruction)[:1]
+    flops = (10.0 if is_backward else 4.0) * keys * _size(queries)
     return flops / 2 if _IS_CAUSAL.search(instruction.tail) else flops
 
 

@@ -107,11 +107,8 @@ def _operation(
 
 
 def _rule(target: Target) -> str:
-    if clock_hz(target):
-        rule = "the compiler's cycles of each operation"
-    else:
-        rule = "a roofline of each operation"
-    rule += ", and the latency and bandwidth of links"
+    counted = "the compiler's cycles" if clock_hz(target) else "a roofline"
+    rule = f"{counted} of each operation, and the latency and bandwidth of links"
     if target.is_stand_in:
         rule += "; the program is compiled for the CPU, and not that of the target"
     return rule

@@ -315,10 +315,8 @@ class TimedSteps:
         )
         if seconds:
             links = frozenset({COMPUTATION})
-            yield Start(
-                instruction.name,
-                Transfer(instruction, COMPUTATION, seconds, links),
-            )
+            transfer = Transfer(instruction, COMPUTATION, seconds, links)
+            yield Start(instruction.name, transfer)
 
     def _copy(self, instruction: Instruction) -> Transfer:
         """A copy between memories: what it copies is the second part of its result."""
@@ -326,8 +324,7 @@ class TimedSteps:
         rate, links = self._target.machine.memory_rate, COPY
         if _HOST_MEMORY in instruction.result:
             rate, links = HOST_BANDWIDTH, HOST
-        seconds = nbytes / rate
-        return Transfer(instruction, COPY, seconds, frozenset({links}))
+        return Transfer(instruction, COPY, nbytes / rate, frozenset({links}))
 
 
 def _end_key(computation: Computation, instruction: Instruction) -> str:
