@@ -113,7 +113,7 @@ def warn_of_slow_axes(crossing: Mapping[str, int]) -> None:
       TesseraWarning: There are any.
     """
     if heavy := [axis for axis in crossing if axis in _HEAVY]:
-        text = f"the links between slices are slow for what {' and '.join(heavy)} send:"
+        text = f"axes that send much cross slices, over slow links: {', '.join(heavy)};"
         text += " name dp or pp first, with a multiple of the number of slices"
         warnings.warn(text, TesseraWarning, stacklevel=2)
 
