@@ -86,9 +86,10 @@ class TrainingConfig:
       remat: What the backward pass keeps of a layer, recomputing the rest; named keeps
         what the model names (in decoders query, key, value, attention, gate and up),
         dots the results of matmuls, none everything but element-wise values, full
-        nothing; other names are policies of jax.checkpoint_policies. A list has one for
-        each layer, {global full, local none} one for each kind. On a command line auto
-        is the first of none, dots, named and full that surely fits.
+        nothing, and of a pipeline's stage its input alone; other names are policies of
+        jax.checkpoint_policies. A list has one for each layer, {global full, local
+        none} one for each kind. On a command line auto is the first of none, dots,
+        named and full that surely fits.
       loss_chunk: Tokens of which each device makes logits at a time; auto chooses by
         their bytes, none makes all at once, as auto does with deterministic numerics.
       numerics: How sums over the batch are made; fast in any order, deterministic in
