@@ -64,9 +64,11 @@ def residual_bytes(run: Run, policy: str) -> float:
     tp = sizes["tp"]
     stream = c.d_model / (tp if run.config.model.sequence_parallel else 1)
     heads = c.num_heads * c.head_dim / tp
-    kv = c.num_kv_heads * c.head_dim / (tp if c.num_kv_heads % tp == 0 else 1)
-    named = stream + 2 * heads + 2 * kv + 2 * c.mlp_dim / tp
-    return 2 * {"full": 0, "named": named}.get(policy, named + 2 * stream)
+    # Named are the heads that a device's queries use; products give all of a group.
+    groups = c.num_kv_heads if c.num_kv_heads % tp else c.num_kv_heads / tp
+    kv = c.head_dim * (max(1, c.num_kv_heads / tp) if policy == "named" else groups)
+    each = stream + 2 * heads + 2 * kv + 2 * c.mlp_dim / tp
+    return 2 * {"full": 0, "named": each}.get(policy, each + 2 * stream)
 
 
 def rows(model: str, schedule: str) -> Iterator[report.Row]:
@@ -110,7 +112,9 @@ def _megatron(run: Run, tokens: int) -> float:
 
 def _hidden(timeline: Any) -> float | None:
     """The share of the time of sends between stages that has computation beside it."""
-    sends = [e for e in timeline.operations if e.axes == ("pp",) and "permute" in e.kind]
+    sends = [
+        e for e in timeline.operations if e.axes == ("pp",) and "permute" in e.kind
+    ]
     spent = sum(each.total for each in sends)
     exposed = sum(each.exposed for each in sends)
     return round(100 * (1 - exposed / spent), 1) if spent else None

@@ -178,14 +178,24 @@ class Device:
         residuals = store(carry.residuals, left, row["leave_slot"])
         return replace(carry, residuals=residuals, sums=sums), wire
 
-    def backward(self, carry: Carry, row: Row, taken: str) -> tuple[Carry, Tree]:
-        """The sums with this tick's backward, and the cotangent to send back."""
+    def backward(
+        self, carry: Carry, row: Row, taken: str, alone: str
+    ) -> tuple[Carry, Tree]:
+        """The sums with this tick's backward, and the cotangent to send back.
+
+        Args:
+          carry: The state after this tick's forward.
+          row: As for ``forward``.
+          taken: As there.
+          alone: The name scope of the last stage's forward, for which other devices
+            wait only where none of them has a forward to do.
+        """
         chunk, number = row["backward_chunk"], row["backward_micro"]
         stage = self.stage_of(chunk)
 
         @jax.named_scope(taken)
         def work(sums: Gradients) -> tuple[Gradients, Tree, Tree]:
-            residuals, cotangent, sums = self._before_backward(carry, row, sums)
+            residuals, cotangent, sums = self._before_backward(carry, row, sums, alone)
             (back, of_micro), rest = self.own.backward(
                 stage, number, residuals, cotangent
             )
@@ -202,7 +212,7 @@ class Device:
         return replace(carry, sums=sums, weight_residuals=kept), back
 
     def _before_backward(
-        self, carry: Carry, row: Row, sums: Gradients
+        self, carry: Carry, row: Row, sums: Gradients, alone: str
     ) -> tuple[list[Array], tuple[Tree, Tree], Gradients]:
         """What a backward takes: the residuals and cotangents of its stage.
 
@@ -211,47 +221,52 @@ class Device:
         """
         own, number = self.own, row["backward_micro"]
         stage = self.stage_of(row["backward_chunk"])
-        no_outputs = zeros(own.result_shapes[2][0])
+        is_last = stage == own.last
+        _, loss, (outputs, statistics) = own.result_shapes
 
         def run(which: Array | int) -> Any:
             return own.forward(which, number, read(carry.inputs, row["backward_slot"]))
 
-        def end(sums: Gradients, out: Any, results: Any) -> tuple[Any, Gradients]:
-            loss, statistics = results
-            (loss_of_head, more), gradients = own.head(
-                row["backward_chunk"], number, out
+        def stored() -> Any:
+            residuals = read(carry.residuals, row["residual_slot"])
+            return (
+                (self.own.empty_wire(), zeros(outputs)),
+                zeros((loss, statistics)),
+                residuals,
             )
-            cotangent, of_shared, of_micro = gradients
-            outputs = sums.outputs
-            if self.keep_outputs:
-                outputs = store(outputs, out[1], number)
-            sums = replace(
-                sums,
-                loss=sums.loss + loss + loss_of_head,
-                statistics=add(sums.statistics, (statistics, more)),
-                shared=add(sums.shared, of_shared),
-                outputs=outputs,
-            )
-            return cotangent, _with_micro(sums, number, of_micro)
 
-        def received(sums: Gradients, *_: Any) -> tuple[Any, Gradients]:
-            cotangent = read(carry.cotangents, row["cotangent_slot"])
-            return (cotangent, no_outputs), sums
-
-        is_last = stage == own.last
         if own.stages.recomputes:
             out, results, residuals = run(stage)
-            cotangent, sums = jax.lax.cond(is_last, end, received, sums, out, results)
-            return residuals, cotangent, sums
+        else:
+            run_last = jax.named_scope(alone)(partial(run, own.last))
+            out, results, residuals = jax.lax.cond(is_last, run_last, stored)
 
-        def run_last(sums: Gradients) -> Any:
-            out, results, residuals = run(own.last)
-            return residuals, *end(sums, out, results)
+        def end(sums: Gradients) -> tuple[Any, Gradients]:
+            return self._head(sums, row, out, results)
 
-        def before_last(sums: Gradients) -> Any:
-            return read(carry.residuals, row["residual_slot"]), *received(sums)
+        def received(sums: Gradients) -> tuple[Any, Gradients]:
+            cotangent = read(carry.cotangents, row["cotangent_slot"])
+            return (cotangent, zeros(outputs)), sums
 
-        return jax.lax.cond(is_last, run_last, before_last, sums)
+        cotangent, sums = jax.lax.cond(is_last, end, received, sums)
+        return residuals, cotangent, sums
+
+    def _head(
+        self, sums: Gradients, row: Row, out: tuple[Tree, Tree], results: Any
+    ) -> tuple[tuple[Tree, Tree], Gradients]:
+        """The cotangents of the last stage, and the sums with its results."""
+        (loss, statistics), number = results, row["backward_micro"]
+        (of_head, more), gradients = self.own.head(row["backward_chunk"], number, out)
+        cotangent, of_shared, of_micro = gradients
+        outputs = store(sums.outputs, out[1], number) if self.keep_outputs else None
+        sums = replace(
+            sums,
+            loss=sums.loss + loss + of_head,
+            statistics=add(sums.statistics, (statistics, more)),
+            shared=add(sums.shared, of_shared),
+            outputs=outputs,
+        )
+        return cotangent, _with_micro(sums, number, of_micro)
 
     def weight_backward(self, carry: Carry, row: Row, taken: str) -> Carry:
         """The sums with this tick's weight gradient, where the backward is split."""

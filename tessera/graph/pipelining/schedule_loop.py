@@ -180,12 +180,14 @@ def _own_stage(array: Array) -> Array:
 def _run_ticks(device: Device) -> Gradients:
     """The sums of one device after all ticks."""
 
-    def tick(taken: Mapping[Kind, str], carry: Carry, row: Row) -> tuple[Carry, None]:
+    def tick(
+        taken: Mapping[Kind, str], alone: str, carry: Carry, row: Row
+    ) -> tuple[Carry, None]:
         carry, activation, cotangent = device.store_received(carry, row), None, None
         if "F" in taken:
             carry, activation = device.forward(carry, row, taken["F"])
         if "B" in taken:
-            carry, cotangent = device.backward(carry, row, taken["B"])
+            carry, cotangent = device.backward(carry, row, taken["B"], alone)
         if "W" in taken:
             carry = device.weight_backward(carry, row, taken["W"])
         return device.send_recv(carry, activation, cotangent), None
@@ -196,7 +198,9 @@ def _run_ticks(device: Device) -> Gradients:
         busy = {kind: device.schedule.busy_ticks(kind, ticks) for kind in kinds}
         count = ticks.stop - ticks.start
         taken = {kind: f"{TAKEN}{each}_of_{count}" for kind, each in busy.items()}
-        carry, _ = jax.lax.scan(partial(tick, taken), carry, part)
+        last = device.schedule.ticks_of_the_last_alone(ticks)
+        alone = f"{TAKEN}{last}_of_{busy.get('B', count)}"
+        carry, _ = jax.lax.scan(partial(tick, taken, alone), carry, part)
     return carry.sums
 
 

@@ -136,10 +136,25 @@ class Schedule:
 
         The forward of the last virtual stage does not count: it is in its backward.
         """
+        stage = self._stages_at_work(kind, ticks)
+        works = (stage >= 0) & ((kind != "F") | (stage < self.virtual_stages - 1))
+        return int(works.any(axis=1).sum())
+
+    def ticks_of_the_last_alone(self, ticks: slice) -> int:
+        """In how many of some ticks the last virtual stage alone runs forward.
+
+        It does so in its backward.
+        """
+        last, forward = self.virtual_stages - 1, self._stages_at_work("F", ticks)
+        others = ((forward >= 0) & (forward < last)).any(axis=1)
+        runs = (self._stages_at_work("B", ticks) == last).any(axis=1)
+        return int((runs & ~others).sum())
+
+    def _stages_at_work(self, kind: Kind, ticks: slice) -> np.ndarray:
+        """Integers [ticks, stages]: the virtual stage of each op of a kind, or -1."""
         micro, chunk = np.moveaxis(self.table(kind)[ticks], -1, 0)
         stage = chunk * self.stages + np.arange(self.stages)
-        works = (micro >= 0) & ((kind != "F") | (stage < self.virtual_stages - 1))
-        return int(works.any(axis=1).sum())
+        return np.where(micro >= 0, stage, -1)
 
     def costs(
         self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0

@@ -78,6 +78,15 @@ def test_ticks_are_busy_in_which_one_device_works():
     assert table.busy_ticks("B", slice(0, 2)) == 1
 
 
+def test_the_last_stage_runs_forward_beside_others_but_in_its_last_tick():
+    table = schedule("1f1b", 4, 8)
+    assert table.ticks_of_the_last_alone(slice(0, table.ticks)) == 1
+    # All forwards of the others come first.
+    (_, forwards), (_, backwards) = schedule("gpipe", 4, 8).phases
+    alone = schedule("gpipe", 4, 8).ticks_of_the_last_alone
+    assert (alone(forwards), alone(backwards)) == (0, 8)
+
+
 def test_text_has_a_row_per_device_and_a_column_per_tick():
     assert schedule("1f1b", 3, 3).as_text() == (
         "1f1b: 3 stages, 3 microbatches, 7 ticks, idle 40.0 %\n"
