@@ -27,7 +27,8 @@ class Slots:
     leaves for its W.
 
     Every table is int32 [ticks, stages] and read-only; -1 where nothing is written or
-    read. The first virtual stage reads the microbatch itself and has no input slot. The
+    read. To the residual and weight buffers each tick writes, since a choice would read
+    as many bytes: where it has nothing to write, to a slot that is free. The first virtual stage reads the microbatch itself and has no input slot. The
     last one begins the gradient itself and has no cotangent slot, and as it runs in its
     B alone, it has no residual slot. Within a tick what arrived is written first, then
     F, B and W follow.
@@ -41,10 +42,10 @@ class Slots:
       receive_backward: Cotangent slot for what the device after sent in the last tick.
       forward_slot: Input slot that this tick's F reads.
       backward_slot: Input slot that this tick's B reads.
-      leave_slot: Residual slot that this tick's F writes.
+      leave_slot: Residual slot that this tick's F writes, or a free one.
       residual_slot: Residual slot that this tick's B reads.
       cotangent_slot: Cotangent slot that this tick's B reads.
-      keep_slot: Weight slot that this tick's B writes.
+      keep_slot: Weight slot that this tick's B writes, or a free one.
       weight_slot: Weight slot that this tick's W reads.
 
     Example:
@@ -53,7 +54,7 @@ class Slots:
       >>> slots.input_slots, slots.residual_slots, slots.cotangent_slots
       (1, 5, 1)
       >>> slots.leave_slot[:4].tolist()
-      [[0, -1, -1], [1, 0, -1], [2, 1, -1], [3, 2, -1]]
+      [[0, 0, 0], [1, 0, 0], [2, 1, 0], [3, 2, 0]]
     """
 
     input_slots: int
@@ -94,12 +95,18 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
     left, residual_slots = _assign_slots(
         when["F"], when["B"], ~runs_in_backward, stages
     )
+    leave, residual_slots = _written_always(
+        (when["F"], when["B"]), left, residual_slots, (schedule.ticks, stages)
+    )
     returns = np.roll(when["B"], -1, axis=1) + 1
     cotangents, cotangent_slots = _assign_slots(
         returns, when["B"], stage < last, stages
     )
     split = np.full(stage.shape, schedule.splits_backward)
     kept, weight_slots = _assign_slots(when["B"], when["W"], split, stages)
+    keep, weight_slots = _written_always(
+        (when["B"], when["W"]), kept, weight_slots, (schedule.ticks, stages)
+    )
 
     def table(ticks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         result = np.full((schedule.ticks, stages), -1, np.int32)
@@ -117,10 +124,10 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
         receive_backward=table(returns, cotangents),
         forward_slot=table(when["F"], inputs),
         backward_slot=table(when["B"], np.where(runs_in_backward, inputs, -1)),
-        leave_slot=table(when["F"], left),
+        leave_slot=leave,
         residual_slot=table(when["B"], left),
         cotangent_slot=table(when["B"], cotangents),
-        keep_slot=table(when["B"], kept),
+        keep_slot=keep,
         weight_slot=table(when["W"], kept),
     )
 
@@ -165,3 +172,30 @@ def _assign_slots(
             heappush(occupied, (int(end[m, k]), int(slots[m, k])))
         num_slots = max(num_slots, count)
     return slots, num_slots
+
+
+def _written_always(
+    lifetimes: tuple[np.ndarray, np.ndarray],
+    slots: np.ndarray,
+    count: int,
+    shape: tuple[int, int],
+) -> tuple[np.ndarray, int]:
+    """The slot that each tick writes, a free one where it has none, and their number.
+
+    Args:
+      lifetimes: int [microbatches, virtual stages] each: the ticks of write and read.
+      slots: Of these.
+      count: The number of slots without free ones; 0 has no buffer.
+      shape: Ticks and stages of the result.
+    """
+    result = np.full(shape, -1, np.int32)
+    is_free = np.ones((*shape, count + 1), bool)
+    for micro, stage in zip(*np.nonzero(slots >= 0), strict=True):
+        start, end = (int(ticks[micro, stage]) for ticks in lifetimes)
+        device, slot = stage % shape[1], slots[micro, stage]
+        result[start, device] = slot
+        is_free[start : end + 1, device, slot] = False
+    if count:
+        result = np.where(result >= 0, result, is_free.argmax(axis=2)).astype(np.int32)
+    result.flags.writeable = False
+    return result, int(result.max(initial=-1)) + 1

@@ -23,6 +23,7 @@ from tessera.graph.pipelining.ring_buffers import (
     read,
     ring_buffer,
     store,
+    write,
 )
 from tessera.graph.pipelining.schedule_table import Schedule
 
@@ -175,7 +176,7 @@ class Device:
         )
         sums = replace(carry.sums, loss=loss, statistics=(of_stages, of_head))
         # Not in the branch: XLA would copy the buffer into it and out again.
-        residuals = store(carry.residuals, left, row["leave_slot"])
+        residuals = write(carry.residuals, left, row["leave_slot"])
         return replace(carry, residuals=residuals, sums=sums), wire
 
     def backward(
@@ -208,7 +209,7 @@ class Device:
             return sums, zeros(self._kept), self.own.empty_wire()
 
         sums, rest, back = jax.lax.cond(number >= 0, work, idle, carry.sums)
-        kept = store(carry.weight_residuals, rest, row["keep_slot"])
+        kept = write(carry.weight_residuals, rest, row["keep_slot"])
         return replace(carry, sums=sums, weight_residuals=kept), back
 
     def _before_backward(

@@ -52,6 +52,15 @@ def read(buffer: Tree, slot: Array) -> Tree:
     return jax.tree.map(partial(row_of, index=jnp.maximum(slot, 0)), buffer)
 
 
+def write(buffer: Tree, value: Tree, slot: Array) -> Tree:
+    """The buffer with a value in a slot."""
+
+    def written(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(old, new, slot, 0)
+
+    return jax.tree.map(written, buffer, value)
+
+
 def store(buffer: Tree, value: Tree, slot: Array) -> Tree:
     """The buffer with a value in a slot; unchanged for slot -1."""
 

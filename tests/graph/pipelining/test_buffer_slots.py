@@ -42,6 +42,10 @@ def execute_with(table: Schedule, slots: Slots, recomputes: bool) -> None:
 def run(table, slots, recomputes, place, rings, sent) -> None:
     last, (tick, device) = table.virtual_stages - 1, place
     inputs, left, cotangents, kept = rings
+    # Every tick writes these buffers, at first what is then overwritten.
+    for ring, slot in ((left, slots.leave_slot), (kept, slots.keep_slot)):
+        if ring:
+            ring[slot[tick, device]] = None
 
     def read(ring: list, slots_read: np.ndarray, me: tuple, has_slot: bool) -> None:
         slot = slots_read[tick, device]
@@ -105,11 +109,12 @@ def test_no_ring_has_a_slot_more_than_are_in_use_at_once(name):
         for tick, device, op in table.placed()
     }
     inputs = np.zeros((table.ticks, 4), int)
-    left = np.zeros((table.ticks, 4), int)
+    left = np.ones((table.ticks, 4), int)  # every tick writes somewhere
     for (kind, m, stage), tick in ticks.items():
         if kind == "F" and stage + 1 < table.virtual_stages:
             inputs[tick + 1 : ticks["B", m, stage + 1] + 1, (stage + 1) % 4] += 1
             left[tick : ticks["B", m, stage] + 1, stage % 4] += 1
+            left[tick, stage % 4] -= 1
     assert allocate(table, recomputes=True).input_slots == inputs.max()
     assert allocate(table).residual_slots == left.max()
 

@@ -101,7 +101,8 @@ def test_what_a_device_keeps_does_not_depend_on_the_number_of_microbatches(
 
 def test_gpipe_keeps_every_microbatch():
     for m in (4, 8, 32):
-        assert allocate(gpipe(4, m)).residual_slots == m
+        # One is free to be written while all others wait.
+        assert allocate(gpipe(4, m)).residual_slots == m + 1
         assert allocate(gpipe(4, m), recomputes=True).input_slots == m
 
 
@@ -121,7 +122,7 @@ def test_zero_bubble_keeps_at_most_a_third_more_microbatches_than_there_are_stag
 @pytest.mark.parametrize("name", cases(NAMES, "1f1b"))
 def test_a_schedule_may_be_of_seventy_two_devices(name):
     table = schedule(name, 72, 504)
-    assert allocate(table).residual_slots <= 504
+    assert allocate(table).residual_slots <= 504 + 1
     assert table.table("F").shape == (table.ticks, 72, 2)
 
 
