@@ -7,11 +7,10 @@ program runs. Calls of one tree usually differ in one leaf: the batch has anothe
 candidate: whoever runs it checks that it fits.
 """
 
+import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from jax.tree_util import PyTreeDef
@@ -27,58 +26,49 @@ _lock = threading.Lock()
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[_Item]):
-    """One item, and the call that it was added for."""
+    """One item, and the call that it was added for: its context, tree and leaves."""
 
-    group: Hashable
-    tree: PyTreeDef
+    kind: tuple[Hashable, PyTreeDef]
     signatures: tuple[Hashable, ...]
     item: _Item
+    last_use: int
 
 
 @dataclass(slots=True, eq=False)
-class _Index(Generic[_Item]):
-    """The entries of one group by the signatures of their leaves at some positions.
+class _Group(Generic[_Item]):
+    """The entries of one context and tree.
 
-    Entries of one tree differ there. A group has few trees: the hash of a tree leaves
-    out only the keys of dicts.
+    Attributes:
+      kind: Context and tree.
+      positions: Leaves in which entries differ: at most one for each but the first.
+      entries: The entries by their signatures at these positions.
     """
 
-    positions: tuple[int, ...] = ()
-    entries: dict[Any, list[_Entry[_Item]]] = field(default_factory=dict)
+    kind: tuple[Hashable, PyTreeDef]
+    positions: tuple[int, ...]
+    entries: dict[tuple[Hashable, ...], _Entry[_Item]]
 
     @classmethod
-    def of(cls, entries: Sequence[_Entry[_Item]]) -> "_Index[_Item]":
-        """An index with at most one position for each entry but the first."""
-        index = cls()
+    def of(cls, entries: Sequence[_Entry[_Item]]) -> "_Group[_Item]":
+        """The group of some entries of one kind."""
+        group = cls(entries[0].kind, (), {})
         for count, entry in enumerate(entries):
-            if other := index._like(entry):
+            other = group.entries.get(group.key(entry.signatures))
+            if other is not None:
                 pairs = zip(entry.signatures, other.signatures, strict=True)
                 differing = next(i for i, (a, b) in enumerate(pairs) if a != b)
-                index = cls((*index.positions, differing))
-                for earlier in entries[:count]:
-                    index._insert(earlier)
-            index._insert(entry)
-        return index
+                group = cls(group.kind, (*group.positions, differing), {})
+                group.insert(entries[:count])
+            group.insert([entry])
+        return group
 
-    def _key(self, entry: _Entry[_Item]) -> tuple[Hashable, ...]:
-        return tuple([entry.signatures[i] for i in self.positions])
+    def key(self, signatures: Sequence[Hashable]) -> tuple[Hashable, ...]:
+        """The part of the signatures of a call by which its entry is found."""
+        return tuple([signatures[i] for i in self.positions])
 
-    def _like(self, entry: _Entry[_Item]) -> _Entry[_Item] | None:
-        same = self.entries.get(self._key(entry), ())
-        return next((other for other in same if other.tree == entry.tree), None)
-
-    def _insert(self, entry: _Entry[_Item]) -> None:
-        self.entries.setdefault(self._key(entry), []).append(entry)
-
-    def find(self, tree: PyTreeDef, leaves: Sequence[Any]) -> _Entry[_Item] | None:
-        """The only entry that can be of a call."""
-        key = tuple([leaf_signature(leaves[i]) for i in self.positions])
-        # The trees of two calls are equal the fastest if they have the same keys, not
-        # equal ones: so that of the entry is compared, and not one of the group.
-        for entry in self.entries.get(key, ()):
-            if entry.tree == tree:
-                return entry
-        return None
+    def insert(self, entries: Iterable[_Entry[_Item]]) -> None:
+        """Add entries that differ at the positions."""
+        self.entries.update({self.key(entry.signatures): entry for entry in entries})
 
 
 class ProgramLookup(Generic[_Item]):
@@ -90,14 +80,14 @@ class ProgramLookup(Generic[_Item]):
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._indices: dict[Hashable, _Index[_Item]] = {}
-        self._by_use: OrderedDict[_Entry[_Item], None] = OrderedDict()
-        # What the last call found: the next one is probably of the same group.
-        self._last: tuple[Hashable, _Index[_Item]] | None = None
-        self._newest: _Entry[_Item] | None = None
+        self._entries: list[_Entry[_Item]] = []
+        self._groups: dict[Hashable, _Group[_Item]] = {}
+        # That of the last call: the next one is probably of the same group.
+        self._last: _Group[_Item] | None = None
+        self._clock = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._by_use)
+        return len(self._entries)
 
     def find(
         self, context: Hashable, tree: PyTreeDef, leaves: Sequence[Any]
@@ -109,53 +99,33 @@ class ProgramLookup(Generic[_Item]):
           tree: The tree of the call.
           leaves: Its leaves.
         """
-        last = self._last
+        kind, group = (context, tree), self._last
         try:
-            group = context, hash(tree)
-            if last is not None and last[0] == group:  # faster than hashing it
-                index = last[1]
-            else:
-                index = self._indices[group]
-                self._last = group, index
-            entry = index.find(tree, leaves)
+            if group is None or group.kind != kind:  # faster than hashing it
+                group = self._last = self._groups[kind]
+            key = tuple([leaf_signature(leaves[i]) for i in group.positions])
+            entry = group.entries[key]
         except (KeyError, TypeError):  # what has no hash was not added
             return None
-        if entry is None:
-            return None
-        if entry is not self._newest:
-            self._newest = entry
-            try:  # noqa: SIM105 - a call spends no time on entering a context
-                self._by_use.move_to_end(entry)
-            except KeyError:
-                pass  # another thread has just removed it
+        entry.last_use = next(self._clock)
         return entry.item
 
     def add(
         self, context: Hashable, tree: PyTreeDef, leaves: Sequence[Any], item: _Item
     ) -> None:
         """Add an item; it replaces one for a call of the same signatures."""
-        signatures = tuple(map(leaf_signature, leaves))
-        entry = _Entry((context, hash(tree)), tree, signatures, item)
+        kind, signatures = (context, tree), tuple(map(leaf_signature, leaves))
         with _lock:
-            for other in self._entries_of(entry.group):
-                if other.signatures == signatures and other.tree == tree:
-                    self._remove(other)
-            entries = [*self._entries_of(entry.group), entry]
-            self._indices[entry.group] = _Index.of(entries)
-            self._by_use[entry] = None
-            self._newest, self._last = entry, None
-            if len(self._by_use) > self._size:
-                self._remove(next(iter(self._by_use)))
-
-    def _remove(self, entry: _Entry[_Item]) -> None:
-        del self._by_use[entry]
-        self._last = None
-        others = [e for e in self._entries_of(entry.group) if e is not entry]
-        if others:
-            self._indices[entry.group] = _Index.of(others)
-        else:
-            del self._indices[entry.group]
-
-    def _entries_of(self, group: Hashable) -> list[_Entry[_Item]]:
-        index = self._indices.get(group)
-        return [] if index is None else list(chain(*index.entries.values()))
+            kept = [
+                entry
+                for entry in self._entries
+                if entry.signatures != signatures or entry.kind != kind
+            ]
+            if len(kept) == self._size:
+                kept.remove(min(kept, key=lambda entry: entry.last_use))
+            self._entries = [*kept, _Entry(kind, signatures, item, next(self._clock))]
+            groups: dict[Hashable, list[_Entry[_Item]]] = {}
+            for entry in self._entries:
+                groups.setdefault(entry.kind, []).append(entry)
+            self._groups = {kind: _Group.of(own) for kind, own in groups.items()}
+            self._last = None
