@@ -2,7 +2,6 @@
 """NNX objects of another trace: read alone, and an error with a fix where changed."""
 
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import jax
 
 from tessera.errors import WriteBackError
-from tessera.jax_compat import jaxprs, traces
+from tessera.graph.tracer.control_flow.user_code import line_of
+from tessera.jax_compat import traces
 from tessera.tracing.object_arguments import STRUCTURE, ObjectCall
 
 
@@ -29,14 +29,9 @@ def changes_explained() -> Iterator[None]:
         # What nnx.grad and the like say of a module from outside of the trace.
         if not is_change and "from different trace level" not in str(error):
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        users = [
-            frame for frame in frames if not jaxprs.is_library_code(frame.filename)
-        ]
-        line = f"\nat {users[-1].filename}:{users[-1].lineno}" if users else ""
         raise WriteBackError(
             "an NNX object was changed, and cannot be given back",
-            got=str(error).partition(" (http")[0] + line,
+            got=f"{str(error).partition(' (http')[0]}\nat {line_of(error)[0]}",
             fix="pass it to the function as an argument, where it is closed over\n"
             "in a loop, a branch or a transformation use Flax's own: nnx.scan, "
             "nnx.cond, nnx.vmap\n"

@@ -12,18 +12,18 @@ nothing. Each reason is logged once for each function, and whatever it is at the
 import logging
 import re
 import reprlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from jax.sharding import PartitionSpec
 
-from tessera.analysis.source_lines import StackFrame, short, user_line
+from tessera.analysis.source_lines import short
 from tessera.errors.untrusted_text import printable
 from tessera.graph.call_kinds import Program
 from tessera.graph.tracer.argument_leaves import LeafKey
 from tessera.graph.tracer.arguments import Argument, Call
+from tessera.graph.tracer.control_flow.user_code import user_line
 from tessera.graph.tracer.static_values import StaticValue
 from tessera.jax_compat import jaxprs
 from tessera.tracing.object_arguments import STRUCTURE
@@ -91,7 +91,7 @@ class Recompilations:
         is_doubled = number >= _REPEATED_FROM and number.bit_count() == 1
         if any(new) or (closest and is_doubled):
             title = f"{self._function!r} compiles again, program {number}, for the call"
-            lines = [f"{title} at {_line_of_call()}", *_lines(closest)]
+            lines = [f"{title} at {short(user_line())}", *_lines(closest)]
             _logger.warning("%s", "\n  ".join(lines))
 
 
@@ -108,15 +108,6 @@ def _lines(differences: Sequence[_Difference]) -> Iterator[str]:
         yield f"and {len(alike) - _MAX_LINES} more differences"
     fixes = dict.fromkeys(line for d in differences for line in d.fix.split("\n"))
     yield from [f"fix: {line}" for line in fixes if line][:_MAX_LINES]
-
-
-def _line_of_call() -> str:
-    """The line of the user's code that this is called for."""
-    frames, frame = list[StackFrame](), sys._getframe(1)
-    while frame is not None:
-        frames.append(StackFrame(frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return short(user_line(frames))
 
 
 # --- what differs

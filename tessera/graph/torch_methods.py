@@ -2,7 +2,6 @@
 """PyTorch's methods and keywords on traced arrays: an error that says what to write."""
 
 import re
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from tessera.errors import OperandError, TesseraError
 from tessera.errors.torch_names import KEYWORDS, METHODS
+from tessera.graph.tracer.control_flow.user_code import line_of
 from tessera.jax_compat import jaxprs
 
 _KEYWORD = re.compile(r"_?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
@@ -64,7 +64,5 @@ def _method(error: Exception) -> str:
         return str(getattr(error, "name", ""))
     if not _OTHER_MEANING.match(str(error)):
         return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.line or "" for f in frames if not jaxprs.is_library_code(f.filename)]
-    names = re.findall(r"\.(view|size|flatten)\(", lines[-1] if lines else "")
+    names = re.findall(r"\.(view|size|flatten)\(", line_of(error)[1])
     return names[0] if len(names) == 1 else ""

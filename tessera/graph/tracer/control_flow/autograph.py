@@ -92,12 +92,9 @@ def with_control_flow(
 @contextmanager
 def conversion_context(conversion: Conversion | None) -> Iterator[None]:
     """Convert the functions that are called inside, or none of them."""
-    token = open_conversion.set(conversion)
-    try:
-        with scope.calling(None if conversion is None else converted_calls.as_callback):
-            yield
-    finally:
-        open_conversion.reset(token)
+    caller = None if conversion is None else converted_calls.as_callback
+    with scope.holding(open_conversion, conversion), scope.calling(caller):
+        yield
 
 
 @contextmanager
