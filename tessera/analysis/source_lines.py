@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import equation_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def user_line(frames: Iterable[StackFrame]) -> str:
       '/me/train.py:3'
     """
     frames = list(frames)
-    own = next((f for f in frames if not jaxprs.is_library_code(f.file)), None)
+    own = next((f for f in frames if not equation_lines.is_library_code(f.file)), None)
     return str(own or frames[0]) if frames else ""
 
 

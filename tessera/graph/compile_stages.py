@@ -34,7 +34,7 @@ from tessera.graph.tracer.arguments import (
 from tessera.graph.tracer.closure_changes import Closure
 from tessera.graph.tracer.tracer import Trace
 from tessera.graph.tracer.write_back import check_no_alias, write_back
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.mesh import Mesh
 from tessera.shard import DistTensor, capturing
 from tessera.targets.target import Target
@@ -101,7 +101,7 @@ class Traced(OfArguments):
         """
         for array in self.origin.graph.captured:
             if isinstance(array, jaxprs.Tracer):
-                raise jaxprs.escaped_tracer_error(array)
+                raise traces.escaped_tracer_error(array)
         if self.origin.graph.mesh is not None:
             self.origin.graph.mesh.jax  # noqa: B018 - raises
 

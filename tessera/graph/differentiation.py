@@ -23,7 +23,7 @@ from tessera.graph.gradient_primitive import (
     refuse_closure,
     unconnected_error,
 )
-from tessera.jax_compat import jaxprs, primitives
+from tessera.jax_compat import jaxprs, primitives, traces
 
 # How JAX's error about while loops begins.
 _NO_BACKWARD = "Reverse-mode differentiation does not work"
@@ -61,7 +61,7 @@ def _with_own_references(program: jaxprs.Program) -> jaxprs.Program:
     JAX takes no gradient through those that are made outside of it.
     """
     avals = [variable.aval for variable in jaxprs.inputs(program)]
-    references = [i for i, aval in enumerate(avals) if jaxprs.is_reference(aval)]
+    references = [i for i, aval in enumerate(avals) if traces.is_reference(aval)]
 
     def run(*values: Any) -> list[Any]:
         own = list(values)
@@ -87,7 +87,7 @@ def _fix_closures(equation: jaxprs.Equation, operands: Sequence[Any]) -> Sequenc
 
 def _holds_ended_traces(program: jaxprs.Program) -> bool:
     """Whether a rule put values of an ended trace, which it closes over, into it."""
-    return any(map(jaxprs.is_of_ended_trace, jaxprs.constants(program))) or any(
+    return any(map(traces.is_of_ended_trace, jaxprs.constants(program))) or any(
         _holds_ended_traces(inner)
         for equation in jaxprs.equations(program)
         for _, inner in jaxprs.nested(equation)
@@ -237,7 +237,7 @@ def _differentiate(env: rewriting.Environment, plan: _Plan) -> None:
         )
         with jaxprs.line_context(plan.gradient):
             by_outer, by_inner = pull_back(_cotangent_of(loss))
-    except jaxprs.NoGradientByClosure:
+    except traces.NoGradientByClosure:
         refuse_closure()
     except ValueError as error:
         if _NO_BACKWARD not in str(error):

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.graph.captures import lift_captures, snapshot
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import layout_of
 from tessera.shard_spec import spec_on
@@ -58,7 +58,7 @@ class Value:
     @property
     def is_ref(self) -> bool:
         """Whether it is a mutable array."""
-        return jaxprs.is_reference(self.aval)
+        return traces.is_reference(self.aval)
 
     def type_on(self, mesh: Mesh | None) -> Any:
         """Its type in a program: over Explicit axes it has the layout."""

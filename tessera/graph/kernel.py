@@ -33,9 +33,8 @@ from tessera.errors import (
 from tessera.foundations.tree import Skeleton
 from tessera.graph.function import Function
 from tessera.graph.tracer.declared_layouts import Options
-from tessera.jax_compat import jaxprs
 from tessera.jax_compat.tracebacks import at_boundary
-from tessera.jax_compat.traces import manual_axes
+from tessera.jax_compat.traces import manual_axes, varying_axes
 from tessera.mesh import Mesh, opened_or_none
 from tessera.ops.operand_layouts import (
     as_array,
@@ -333,7 +332,7 @@ def _results_of(
 
     def record(*blocks: jax.Array) -> tuple[()]:
         leaves, tree = jax.tree.flatten(body(*blocks))
-        varying = [jaxprs.varying_axes(_as_array(leaf)) for leaf in leaves]
+        varying = [varying_axes(_as_array(leaf)) for leaf in leaves]
         recorded.append((tree, tuple(_over(mesh, axes) for axes in varying)))
         return ()
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from tessera.jax_compat import jaxprs, primitives
+from tessera.jax_compat import jaxprs, primitives, traces
 
 Where: TypeAlias = Callable[[jaxprs.Equation], bool]
 Apply: TypeAlias = Callable[[jaxprs.Equation, Sequence[Any]], Sequence[Any]]
@@ -67,8 +67,8 @@ class Environment:
           news: Variables whose values may have other types.
         """
         is_typed = all(jax.typeof(self._values[v]) == v.aval for v in news)
-        if is_typed and jaxprs.can_record(program):
-            jaxprs.record(equations, self._values)
+        if is_typed and traces.can_record(program):
+            traces.record(equations, self._values)
         else:
             self.run(equations)
 

@@ -22,25 +22,10 @@ from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from tessera.jax_compat.equation_lines import hide_library_frames as hide_library_frames
-from tessera.jax_compat.equation_lines import is_library_code as is_library_code
 from tessera.jax_compat.equation_lines import source_line as source_line
-from tessera.jax_compat.traces import NoGradientByClosure as NoGradientByClosure
-from tessera.jax_compat.traces import all_gather_invariant as all_gather_invariant
 from tessera.jax_compat.traces import ambient_mesh as ambient_mesh
-from tessera.jax_compat.traces import can_record as can_record
-from tessera.jax_compat.traces import canonical_dtype as canonical_dtype
-from tessera.jax_compat.traces import escaped_tracer_error as escaped_tracer_error
-from tessera.jax_compat.traces import get_referent as get_referent
-from tessera.jax_compat.traces import inputs_read
-from tessera.jax_compat.traces import is_of_ended_trace as is_of_ended_trace
-from tessera.jax_compat.traces import is_reference as is_reference
+from tessera.jax_compat.traces import inputs_read, is_reference, varying_over
 from tessera.jax_compat.traces import partial_evaluation as partial_evaluation
-from tessera.jax_compat.traces import record as record
-from tessera.jax_compat.traces import replay as replay
-from tessera.jax_compat.traces import varying_axes as varying_axes
-from tessera.jax_compat.traces import varying_axes_of as varying_axes_of
-from tessera.jax_compat.traces import varying_over as varying_over
 
 Program: TypeAlias = Any  # jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr
 Equation: TypeAlias = Any  # jax.extend.core.JaxprEqn

@@ -14,15 +14,14 @@ import numpy as np
 from jax import Array, lax
 
 from tessera.errors import ShardDivisibilityError
-from tessera.jax_compat import jaxprs
-from tessera.jax_compat.traces import manual_axes
+from tessera.jax_compat import traces
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 
 
 def reduce(block: Array, axes: tuple[str, ...], op: Reduction) -> Array:
     """Reduce the blocks of all devices; a sum over several axes is hierarchical."""
-    block = jaxprs.varying_over(block, axes)
+    block = traces.varying_over(block, axes)
     match op:
         case "sum":
             return _hierarchical_sum(block, axes)
@@ -43,7 +42,7 @@ def _hierarchical_sum(block: Array, axes: tuple[str, ...]) -> Array:
     padding = -flat.size % lax.axis_size(inner)
     part = lax.psum_scatter(jnp.pad(flat, (0, padding)), inner, tiled=True)
     part = _hierarchical_sum(part, tuple(outer))
-    whole = jaxprs.all_gather_invariant(part, (inner,), 0)
+    whole = traces.all_gather_invariant(part, (inner,), 0)
     return whole[: flat.size].reshape(block.shape)
 
 
@@ -62,16 +61,16 @@ def _part_of_sum(block: Array, axes: tuple[str, ...], dim: int) -> Array:
     if not block.size:
         return _empty(block, dim, block.shape[dim] // lax.axis_size(axes), over=axes)
     # JAX sums values that vary over all of the axes or over none, not over some.
-    block = jaxprs.varying_over(block, axes)
+    block = traces.varying_over(block, axes)
     return lax.psum_scatter(block, axes, scatter_dimension=dim, tiled=True)
 
 
 def all_gather(block: Array, axes: tuple[str, ...], dim: int) -> Array:
     """The blocks of all devices concatenated along ``dim``."""
     if not block.size:
-        alike = jaxprs.varying_axes(block) - set(axes)
+        alike = traces.varying_axes(block) - set(axes)
         return _empty(block, dim, block.shape[dim] * lax.axis_size(axes), over=alike)
-    return jaxprs.all_gather_invariant(block, axes, dim)
+    return traces.all_gather_invariant(block, axes, dim)
 
 
 def all_to_all(block: Array, axes: tuple[str, ...], split: int, concat: int) -> Array:
@@ -96,7 +95,7 @@ def _only_of(block: Array, axes: tuple[str, ...], root: int) -> Array:
     if block.dtype == jnp.bool_:
         block = block.astype(jnp.int8)
     # The rank along axes of one device is a constant, which varies over none of them.
-    block = jaxprs.varying_over(block, axes)
+    block = traces.varying_over(block, axes)
     return jnp.where(lax.axis_index(axes) == root, block, jnp.zeros_like(block))
 
 
@@ -126,7 +125,7 @@ def permuted(
     Devices that receive nothing get zeros. JAX itself counts ranks in the order of the
     mesh, whatever the order of the names.
     """
-    ordered = tuple(axis for axis in manual_axes() if axis in axes)
+    ordered = tuple(axis for axis in traces.manual_axes() if axis in axes)
     sizes = [lax.axis_size(axis) for axis in axes]
     ranks = np.arange(math.prod(sizes)).reshape(sizes)
     # The rank at each index of the mesh, and its inverse.
@@ -139,7 +138,7 @@ def permuted(
 def _empty(block: Array, dim: int, size: int, over: Iterable[str]) -> Array:
     """An empty block of another size: XLA has no collectives of empty arrays."""
     shape = (*block.shape[:dim], size, *block.shape[dim + 1 :])
-    return jaxprs.varying_over(jnp.zeros(shape, block.dtype), over)
+    return traces.varying_over(jnp.zeros(shape, block.dtype), over)
 
 
 def _check_divides(block: Array, axes: tuple[str, ...], dim: int) -> None:

@@ -24,8 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.errors import CollectiveError, NoMeshError, did_you_mean
 from tessera.foundations.tree import Tree
-from tessera.jax_compat import jaxprs
-from tessera.jax_compat.traces import manual_axes
+from tessera.jax_compat import traces
 from tessera.mesh import opened_or_none
 from tessera.ops import device_collectives
 from tessera.ops.collective_call import Axis, Operand, each
@@ -111,7 +110,7 @@ def per_device(x: Any, axis: Axis) -> Any:
 
     def one(operand: Operand) -> Array:
         _check_region(operand)
-        return jaxprs.varying_over(operand.value, operand.axes)
+        return traces.varying_over(operand.value, operand.axes)
 
     return each(one, x, axis)
 
@@ -129,7 +128,7 @@ def _error_feedback(axis: Axis, ratio: float) -> tuple[Any, Any]:
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
 
     def init(params: Tree) -> ErrorFeedback:
-        if manual_axes():
+        if traces.manual_axes():
             return ErrorFeedback(per_device(_zero_residuals(params, 1), axes))
         mesh = opened_or_none()
         if mesh is None:
@@ -195,11 +194,11 @@ def _top_k_mean(
     # One device's values after the other's, each index once: concurrent additions to
     # one index would have another order on each accelerator.
     sent = tuple(
-        jaxprs.all_gather_invariant(part[None], axes, 0) for part in (indices, values)
+        traces.all_gather_invariant(part[None], axes, 0) for part in (indices, values)
     )
     # The values may still vary over other axes.
     zeros = jnp.zeros(total.shape, total.dtype)
-    zeros = jaxprs.varying_over(zeros, jaxprs.varying_axes(sent[1]))
+    zeros = traces.varying_over(zeros, traces.varying_axes(sent[1]))
     sums = lax.scan(add, zeros, sent)[0]
     averaged = (sums / count).astype(block.dtype).reshape(block.shape)
     return averaged, rest.reshape(block.shape)
@@ -272,9 +271,9 @@ def _check_unreduced(operand: Operand) -> None:
             fix="differentiate only by the floating-point leaves of the parameters",
         )
     # With check_vma=False JAX does not track which values vary.
-    tracked = axes <= jaxprs.varying_axes(lax.axis_index(operand.axes))
-    if tracked and not axes <= jaxprs.varying_axes(value):
-        alike = sorted(axes - jaxprs.varying_axes(value))
+    tracked = axes <= traces.varying_axes(lax.axis_index(operand.axes))
+    if tracked and not axes <= traces.varying_axes(value):
+        alike = sorted(axes - traces.varying_axes(value))
         raise CollectiveError(
             f"these gradients are summed over {', '.join(map(repr, alike))} already",
             got=f"{value.dtype.name}{list(value.shape)}, the same on every device",

@@ -10,7 +10,7 @@ import jax
 
 from tessera.errors import WriteBackError
 from tessera.foundations.context import holding
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 
 # The mutable arrays that the open call is given.
 _given: ContextVar[tuple[Any, ...]] = ContextVar("given_references", default=())
@@ -57,7 +57,7 @@ def given(references: Sequence[Any]) -> Iterator[None]:
     Raises:
       WriteBackError: [T320] one of them is given twice.
     """
-    origins = tuple(map(jaxprs.get_referent, references))
+    origins = tuple(map(traces.get_referent, references))
     for index, reference in enumerate(references):
         if any(origins[index] is other for other in origins[:index]):
             raise WriteBackError(
@@ -77,7 +77,7 @@ def check_captured(captured: Sequence[Any]) -> None:
     """
     origins = _given.get()
     for array in captured if origins else ():
-        if any(jaxprs.get_referent(array) is origin for origin in origins):
+        if any(traces.get_referent(array) is origin for origin in origins):
             raise WriteBackError(
                 "a mutable array is closed over, and is given to the call as well",
                 got=str(jax.typeof(array)),

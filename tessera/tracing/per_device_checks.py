@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from tessera.errors import CollectiveError, RandomNumbersError
-from tessera.jax_compat import jaxprs, primitives
+from tessera.jax_compat import jaxprs, primitives, traces
 
 MICROBATCHES: Final = "microbatches"
 """The axis over which the microbatches of a batch differ."""
@@ -98,7 +98,7 @@ def check_microbatches(program: jaxprs.Program, has_rows: Iterable[bool]) -> Non
 
 def _of_type(variable: Any) -> _Value:
     """An input of a region, which differs as its type says."""
-    return _Value(jaxprs.varying_axes_of(variable.aval), is_data=True)
+    return _Value(traces.varying_axes_of(variable.aval), is_data=True)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class _Checks:
 def _gradients(equation: jaxprs.Equation, operands: list[_Value]) -> list[_Value]:
     """Of ``gradient loss weight…``: each device's own by weights of its own."""
     loss, *weights = operands
-    own = [jaxprs.varying_axes_of(v.aval) for v in equation.outvars]
+    own = [traces.varying_axes_of(v.aval) for v in equation.outvars]
     return [
         _Value(
             w.differs | loss.differs & axes, is_data=True, summed=loss.differs - axes

@@ -19,7 +19,7 @@ from tessera.errors import LayoutMismatchError
 from tessera.graph.ir import Graph, Role, Value
 from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.tracer import Trace
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.jax_compat.equation_lines import lines_in_cache_key
 from tessera.jax_compat.workarounds import correct_options, rounding_options
 from tessera.ops.operand_layouts import in_types_of
@@ -85,7 +85,7 @@ def jitted(
             _laid_out(graph, value, array) if value.name in untyped else array
             for value, array in zip(graph.inputs, jax.tree.leaves(parts), strict=True)
         ]
-        results = zip(graph.outputs, jaxprs.replay(graph.program, *own), strict=True)
+        results = zip(graph.outputs, traces.replay(graph.program, *own), strict=True)
         return [
             _laid_out(graph, value, array) if constrains else array
             for value, array in results

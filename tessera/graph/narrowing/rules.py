@@ -21,7 +21,7 @@ from tessera.foundations.primitive_properties import (
     RESHAPES,
     SLICES,
 )
-from tessera.jax_compat import jaxprs, primitives
+from tessera.jax_compat import jaxprs, primitives, traces
 from tessera.tracing.casts import AUTOCAST_DTYPES, AUTOCAST_OFF, AUTOCAST_SCOPE
 
 
@@ -105,4 +105,4 @@ def rule_of(equation: jaxprs.Equation, dtype: Any) -> Rule:
 def is_f32(atom: jaxprs.Atom) -> bool:
     """Whether a variable or literal is an array of f32; mutable arrays are none."""
     is_f32 = getattr(atom.aval, "dtype", None) == jnp.float32
-    return is_f32 and not jaxprs.is_reference(atom.aval)
+    return is_f32 and not traces.is_reference(atom.aval)

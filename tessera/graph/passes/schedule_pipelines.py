@@ -4,7 +4,7 @@
 from tessera.graph.gradient_primitive import refuse_closure
 from tessera.graph.ir import Graph
 from tessera.graph.pipelining.pipeline_primitive import has_pipeline
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import traces
 
 
 def schedule_pipelines(graph: Graph) -> Graph:
@@ -29,5 +29,5 @@ def schedule_pipelines(graph: Graph) -> Graph:
 
     try:
         return insert_pipeline_loops(graph)
-    except jaxprs.NoGradientByClosure:
+    except traces.NoGradientByClosure:
         refuse_closure()

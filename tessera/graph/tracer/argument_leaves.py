@@ -15,7 +15,7 @@ from jax.sharding import (
 
 from tessera.errors import LayoutMismatchError
 from tessera.graph.tracer.static_values import ATOMS, static_key
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.mesh import Mesh, mesh_of_jax
 from tessera.shard import ARRAYS, DistTensor
 from tessera.shard_spec import axes_of_dims, spec_of_axes, spec_on
@@ -122,13 +122,13 @@ class Leaf:
             layout=self.layout,
             on_host=jaxprs.on_host(self.value),
             # No compiled program takes a value that JAX is tracing.
-            varying_axes=jaxprs.varying_axes(self.value) if self.of_trace else None,
+            varying_axes=traces.varying_axes(self.value) if self.of_trace else None,
         )
 
     def abstract(self) -> "Leaf":
         """The same leaf without its data, which a program must not keep alive."""
         if isinstance(self.value, jax.ShapeDtypeStruct):
-            is_of_now = jaxprs.canonical_dtype(self.aval.dtype) == self.aval.dtype
+            is_of_now = traces.canonical_dtype(self.aval.dtype) == self.aval.dtype
             return self if is_of_now else self._struct(self.value.sharding)
         if not isinstance(self.value, (jax.Array, np.ndarray, jax.Ref)):
             return self
@@ -170,7 +170,7 @@ class Leaf:
     def _struct(self, sharding: Any) -> "Leaf":
         struct = jax.ShapeDtypeStruct(
             tuple(self.aval.shape),
-            jaxprs.canonical_dtype(self.aval.dtype),
+            traces.canonical_dtype(self.aval.dtype),
             sharding=sharding,
             weak_type=self.is_weak,
         )
@@ -207,7 +207,7 @@ def is_stored(value: Any) -> bool:
     if isinstance(value, DistTensor):
         return False
     return not isinstance(value, jax.Array) or (
-        value.dtype == jaxprs.canonical_dtype(value.dtype)
+        value.dtype == traces.canonical_dtype(value.dtype)
     )
 
 
@@ -219,7 +219,7 @@ def stored_arrays(values: Sequence[Any]) -> list[Any]:
 def _stored(value: Any) -> Any:
     if isinstance(value, DistTensor):
         return value.materialize()
-    return value.astype(jaxprs.canonical_dtype(value.dtype))
+    return value.astype(traces.canonical_dtype(value.dtype))
 
 
 def _is_weak(value: Any) -> bool:

@@ -23,7 +23,7 @@ from tessera.graph.tracer.static_values import (
     StaticArgument,
     StaticValue,
 )
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import jaxprs, traces
 from tessera.mesh import Mesh
 from tessera.tracing.object_arguments import STRUCTURE, Structure
 
@@ -133,7 +133,7 @@ class Call:
                     fix="pass an array; a shape is for trace, lower and compile",
                 )
             if leaf.of_trace:
-                raise jaxprs.escaped_tracer_error(leaf.value)
+                raise traces.escaped_tracer_error(leaf.value)
             if isinstance(leaf.value, jax.Array) and leaf.value.is_deleted():
                 raise ArgumentError(
                     f"argument {leaf.name!r} is deleted: an earlier call took over its "

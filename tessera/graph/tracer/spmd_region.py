@@ -26,8 +26,7 @@ from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.graph.tracer.strategies import Strategy
-from tessera.jax_compat import jaxprs
-from tessera.jax_compat.traces import manual_axes
+from tessera.jax_compat.traces import manual_axes, varying_axes
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
 from tessera.shard import ARRAYS, ShardSpec, is_tensor
@@ -311,7 +310,7 @@ class _Region:
         self, path: str, block: Any, names: Sequence[str] | None
     ) -> Split | None:
         """How a result is split that differs from device to device."""
-        if not jaxprs.varying_axes(block) & set(self._axes):
+        if not varying_axes(block) & set(self._axes):
             return None
         split = split_of(names or (), self._common)
         if split is not None and block.shape[split.dim] % split.blocks == 0:

@@ -48,7 +48,7 @@ from tessera.graph.tracer.microbatch_trace import BatchRows
 from tessera.graph.tracer.strategy_roles import BATCH
 from tessera.graph.tracer.torch_transpose import enable_torch_transpose
 from tessera.graph.tracer.write_back import MutationTracker, Write, write_values
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import equation_lines, jaxprs
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import in_types_of, layout_of
 from tessera.shard import DistTensor
@@ -109,7 +109,7 @@ def trace(function: Callable[..., Any], call: Call, options: Options) -> Trace:
       ControlFlowError: [T319] Python has to decide on what is traced.
       WriteBackError: [T320] an argument was changed that cannot be given back.
     """
-    jaxprs.hide_library_frames()
+    equation_lines.hide_library_frames()
     enable_torch_transpose()
     statics = [value.value for each in call.arguments for _, value in each.statics]
     return with_control_flow(lambda: _trace(function, call, options), function, statics)

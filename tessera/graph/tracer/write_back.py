@@ -20,7 +20,7 @@ from tessera.errors import TesseraWarning, WriteBackError
 from tessera.foundations.tree import Skeleton, partition, path_name
 from tessera.graph.ir import Value
 from tessera.graph.tracer.declared_layouts import is_number
-from tessera.jax_compat import jaxprs, traces
+from tessera.jax_compat import traces
 from tessera.tracing.object_arguments import split_result
 
 Path = tuple[Any, ...]
@@ -149,7 +149,7 @@ def _differ(first: Any, second: Any) -> bool:
 
 def _is_scratch(value: Any) -> bool:
     """Whether a value belongs to a transformation that has ended."""
-    return any(map(jaxprs.is_of_ended_trace, jax.tree.leaves(value)))
+    return any(map(traces.is_of_ended_trace, jax.tree.leaves(value)))
 
 
 def _is_given_back(value: Any) -> bool:

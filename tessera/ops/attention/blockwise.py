@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import traces
 from tessera.ops.attention.tiling import Rows, Tiling
 from tessera.tracing.scope import TAKEN
 
@@ -380,7 +380,7 @@ def varying_as(like: Array, value: Array) -> Array:
 
     JAX (``check_vma``) demands this of the initial state of a loop.
     """
-    return jaxprs.varying_over(value, jaxprs.varying_axes(like))
+    return traces.varying_over(value, traces.varying_axes(like))
 
 
 def all_varying(axis: str, *values: Any) -> list[Any]:
@@ -392,9 +392,9 @@ def all_varying(axis: str, *values: Any) -> list[Any]:
 def varying_alike(*values: Any) -> list[Any]:
     """Values marked as varying over every axis that any of them varies over."""
     axes = frozenset[str]().union(
-        *(jaxprs.varying_axes(x) for x in values if x is not None)
+        *(traces.varying_axes(x) for x in values if x is not None)
     )
-    return [None if x is None else jaxprs.varying_over(x, axes) for x in values]
+    return [None if x is None else traces.varying_over(x, axes) for x in values]
 
 
 def zeros_like(x: Array) -> Array:

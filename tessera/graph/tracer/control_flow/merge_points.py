@@ -46,7 +46,7 @@ class MergedNumber:
         value = traces.converted(value, self.dtype, self.weak)
         if isinstance(like, NotReturned):
             return value
-        return traces.varying_over(value, jaxprs.varying_axes(like))
+        return traces.varying_over(value, traces.varying_axes(like))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from tessera.graph.tracer.control_flow.conversion_state import current
-from tessera.jax_compat import jaxprs
+from tessera.jax_compat import equation_lines
 
 _JITTED: Any = type(jax.jit(len))
 _LIBRARIES = tuple(
@@ -51,7 +51,7 @@ def is_user_module(name: object) -> bool:
 
 def _is_of_user(package: str, path: str) -> bool:
     """Whether a file is installed nowhere, or in the traced function's package."""
-    if jaxprs.is_library_code(path) or package == "tessera":
+    if equation_lines.is_library_code(path) or package == "tessera":
         return False
     conversion = current()
     is_traced = (
@@ -110,7 +110,9 @@ def _names_in(code: CodeType) -> set[str]:
 def line_of(error: BaseException) -> tuple[str, str]:
     """``file.py:12`` of the user's line that an error is from, and its text."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not jaxprs.is_library_code(frame.filename)]
+    users = [
+        frame for frame in frames if not equation_lines.is_library_code(frame.filename)
+    ]
     if not users:
         return "an unknown line", ""
     return f"{users[-1].filename}:{users[-1].lineno}", users[-1].line or ""
@@ -120,7 +122,7 @@ def user_line() -> str:
     """``file.py:12`` of the user's line that is being run."""
     frame = sys._getframe(1)
     while frame is not None:
-        if not jaxprs.is_library_code(frame.f_code.co_filename):
+        if not equation_lines.is_library_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
