@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ts.function``, which is ``ts.jit``: makes a ``Function`` of a Python function."""
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -101,56 +100,43 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
       12.0
     """
     refuse_options(others, function, _ELSEWHERE)
-    if body is None:
-        return functools.partial(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            donate=donate,
-            skip_passes=skip_passes,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            keep_unused=keep_unused,
-            inline=inline,
-            compiler_options=compiler_options,
+
+    @at_boundary
+    def compiled(given: Callable[..., Any]) -> Function:
+        _check_function(given)
+        inner = given if isinstance(given, Function) else None
+        body = given if inner is None else inner.body
+        name = getattr(body, "__name__", type(body).__name__)
+        before = Options(name=name) if inner is None else inner.options
+        declared = JitOptions.of(
+            signature_of(body),
+            in_specs=by_either_name("in", in_specs, in_shardings),
+            out_specs=by_either_name("out", out_specs, out_shardings),
+            static=(static_argnums, static_argnames),
+            donated=(donate_argnums, [*listed(donate_argnames), *listed(donate)]),
         )
-    _check_function(body)
-    inner = body if isinstance(body, Function) else None
-    body = body if inner is None else inner.body
-    name = getattr(body, "__name__", type(body).__name__)
-    before = Options(name=name) if inner is None else inner.options
-    declared = JitOptions.of(
-        signature_of(body),
-        in_specs=by_either_name("in", in_specs, in_shardings),
-        out_specs=by_either_name("out", out_specs, out_shardings),
-        static=(static_argnums, static_argnames),
-        donated=(donate_argnums, [*listed(donate_argnames), *listed(donate)]),
-    )
-    is_laid_out = bool(declared.in_specs) or declared.in_spec is not None
-    options = replace(
-        before,
-        name=name,
-        mesh=one_of("mesh", as_mesh(mesh), declared.mesh) or before.mesh,
-        in_specs=declared.in_specs if is_laid_out else before.in_specs,
-        in_spec=declared.in_spec if is_laid_out else before.in_spec,
-        out_specs=before.out_specs
-        if declared.out_specs is None
-        else declared.out_specs,
-        donate=declared.donate | before.donate,
-        keeps_unused=keep_unused or before.keeps_unused,
-        is_inlined=inline or before.is_inlined,
-        compiler_options=tuple(
-            (dict(before.compiler_options) | dict(compiler_options or {})).items()
-        ),
-    )
-    static = declared.static if inner is None else declared.static | inner.static
-    passes = skip_passes if inner is None else {*skip_passes, *inner.skip_passes}
-    return Function(body, options, tuple(passes), static)
+        is_laid_out = bool(declared.in_specs) or declared.in_spec is not None
+        options = replace(
+            before,
+            name=name,
+            mesh=one_of("mesh", as_mesh(mesh), declared.mesh) or before.mesh,
+            in_specs=declared.in_specs if is_laid_out else before.in_specs,
+            in_spec=declared.in_spec if is_laid_out else before.in_spec,
+            out_specs=before.out_specs
+            if declared.out_specs is None
+            else declared.out_specs,
+            donate=declared.donate | before.donate,
+            keeps_unused=keep_unused or before.keeps_unused,
+            is_inlined=inline or before.is_inlined,
+            compiler_options=tuple(
+                (dict(before.compiler_options) | dict(compiler_options or {})).items()
+            ),
+        )
+        static = declared.static if inner is None else declared.static | inner.static
+        passes = skip_passes if inner is None else {*skip_passes, *inner.skip_passes}
+        return Function(body, options, tuple(passes), static)
+
+    return compiled if body is None else compiled(body)
 
 
 def _check_function(body: Any) -> None:

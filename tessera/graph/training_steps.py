@@ -261,14 +261,6 @@ def training_step(
     Raises:
       ShardDivisibilityError: [T201] (at the call) the data axes do not divide a batch.
     """
-    if callable(module):
-        return training_step(
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            batch=batch,
-            skip_passes=skip_passes,
-        )(module)
 
     def decorate(body: Callable[..., Any]) -> Step:
         declared = JitOptions.of(
@@ -277,7 +269,9 @@ def training_step(
             out_specs=("out_specs", out_specs),
         )
         options = Options(
-            name=module or getattr(body, "__name__", "step"),
+            name=module
+            if isinstance(module, str)
+            else getattr(body, "__name__", "step"),
             mesh=one_of("mesh", as_mesh(mesh), declared.mesh),
             in_specs=declared.in_specs,
             in_spec=declared.in_spec,
@@ -287,4 +281,4 @@ def training_step(
         )
         return Step(body, options, skip_passes)
 
-    return decorate
+    return decorate(module) if callable(module) else decorate
