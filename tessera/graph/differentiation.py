@@ -47,7 +47,9 @@ def differentiated(
     with differentiating():
         if not is_inner and rewriting.contains(program, _is_gradient):
             program = _with_own_references(program)
-            program = rewriting.rewrite(program, _closes_over, _fix_closures)
+            program = rewriting.rewrite(
+                program, lambda e: primitives.num_closed_over(e) > 0, _fix_closures
+            )
         while rewriting.contains(program, _is_gradient):
             program = _without_next_gradient(program, is_inner)
             if _holds_ended_traces(program):
@@ -73,10 +75,6 @@ def _with_own_references(program: jaxprs.Program) -> jaxprs.Program:
         return results
 
     return jaxprs.retrace(run, program) if references else program
-
-
-def _closes_over(equation: jaxprs.Equation) -> bool:
-    return primitives.num_closed_over(equation) > 0
 
 
 def _fix_closures(equation: jaxprs.Equation, operands: Sequence[Any]) -> Sequence[Any]:

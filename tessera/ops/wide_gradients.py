@@ -67,17 +67,11 @@ with_wide_gradient.defvjp(_forward, _backward)
 
 
 @jax.tree_util.register_static
+@dataclass(frozen=True)
 class _Static:
     """A shape among residuals, which are arrays otherwise."""
 
-    def __init__(self, struct: jax.ShapeDtypeStruct) -> None:
-        self.struct = struct
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.struct == other.struct
-
-    def __hash__(self) -> int:
-        return hash((self.struct.shape, self.struct.dtype))
+    struct: jax.ShapeDtypeStruct
 
 
 @jax.tree_util.register_dataclass

@@ -246,10 +246,7 @@ def _scan(equation: jaxprs.Equation, operands: list[_Value], run: _Run) -> list[
         given = [*operands[:first], *carry, *operands[last:]]
         return run(primitives.body(equation), given)
 
-    def next_carry(carry: list[_Value]) -> list[_Value]:
-        return turn(carry)[:number]
-
-    carry = _repeated(next_carry, operands[first:last])
+    carry = _repeated(lambda carry: turn(carry)[:number], operands[first:last])
     return [*carry, *turn(carry)[number:]]
 
 

@@ -62,7 +62,7 @@ class Dispatch:
         self._run = checked_calls.checked_call(compiled, example, check, result)
         # For the arrays that stand for others, whose signatures were accepted.
         self._run_stored = checked_calls.checked_call(
-            compiled, example, _no_check, result
+            compiled, example, lambda _: None, result
         )
 
     def accept(self, arrays: Sequence[Any]) -> None:
@@ -108,7 +108,3 @@ def _is_accepted(accepted: set[Any], arrays: Sequence[Any]) -> bool:
         return _signature(arrays) in accepted
     except TypeError:  # a value without a hash is no array
         return False
-
-
-def _no_check(leaves: Sequence[Any]) -> None:
-    del leaves

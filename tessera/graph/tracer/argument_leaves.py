@@ -79,7 +79,8 @@ class Leaf:
             if spec.unreduced or spec.reduced:
                 return mesh, spec
             return mesh, spec_of_axes(axes_of_dims(spec, len(self.value.shape)))
-        if isinstance(sharding, SingleDeviceSharding) and self._is_committed:
+        is_committed = getattr(self.value, "committed", True)
+        if isinstance(sharding, SingleDeviceSharding) and is_committed:
             return mesh_of_one_device(sharding), PartitionSpec()
         if sharding is not None and len(sharding.device_set) > 1:
             raise LayoutMismatchError(
@@ -93,10 +94,6 @@ class Leaf:
     def spec(self) -> PartitionSpec:
         """The spec of its layout, replicated where it has none."""
         return self.layout[1] if self.layout else PartitionSpec()
-
-    @property
-    def _is_committed(self) -> bool:
-        return getattr(self.value, "committed", True)
 
     @property
     def aval(self) -> Any:

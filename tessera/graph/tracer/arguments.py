@@ -229,47 +229,30 @@ def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [*args, *(kwargs[name] for name in sorted(kwargs))]
 
 
-def differences(
-    before: Call, after: Call, form_of: Callable[[Leaf], Any] = Leaf.key
-) -> dict[str, tuple[Any, Any]]:
-    """What differs between two calls, by name: its form before and after.
-
-    An argument has its tree for a form and each static leaf its value. What is passed
-    by position has no name.
-
-    Args:
-      before: A call.
-      after: Another one.
-      form_of: Gives what counts of an array; by default all that a program depends on.
-    """
-
-    def forms(call: Call) -> dict[str, Any]:
-        found: dict[str, Any] = {"": (call.positional, call.keywords)}
-        for argument in call.arguments:
-            found[argument.name] = argument.tree
-            found |= {leaf.name: form_of(leaf) for leaf in argument.leaves}
-            for index, static in argument.statics:
-                found[argument.leaf_names[index]] = static
-        return found
-
-    was, now = forms(before), forms(after)
-    pairs = {name: (was.get(name), now.get(name)) for name in was | now}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def check_same_types(expected: Call, call: Call) -> None:
     """Raise [T301] where a program for one call cannot run for another one."""
-    for name, (before, now) in differences(expected, call, _type_text).items():
-        raise ArgumentError(
-            "a compiled program is called with other arguments",
-            got=f"{name or 'arguments'}: {_text(now)}, compiled for {_text(before)}",
-            fix="call the function itself, which compiles for what it is given",
-        )
+    before, now = _forms(expected), _forms(call)
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            was, here = _text(before.get(name)), _text(now.get(name))
+            raise ArgumentError(
+                "a compiled program is called with other arguments",
+                got=f"{name}: {here}, compiled for {was}",
+                fix="call the function itself, which compiles for what it is given",
+            )
 
 
-def _type_text(leaf: Leaf) -> str:
-    shape = ",".join(map(str, leaf.aval.shape))
-    return f"{leaf.aval.dtype}[{shape}]"
+def _forms(call: Call) -> dict[str, Any]:
+    """Trees of arguments, types of arrays and static values of a call, by name."""
+    found: dict[str, Any] = {"arguments": (call.positional, call.keywords)}
+    for argument in call.arguments:
+        found[argument.name] = argument.tree
+        for leaf in argument.leaves:
+            shape = ",".join(map(str, leaf.aval.shape))
+            found[leaf.name] = f"{leaf.aval.dtype}[{shape}]"
+        for index, static in argument.statics:
+            found[argument.leaf_names[index]] = static
+    return found
 
 
 def _text(form: Any) -> str:

@@ -9,6 +9,7 @@ entries stays as it is, and so does an entry that is assigned inside of a transf
 that fails changes nothing.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class MutationTracker:
         """
         for name, value, before in self._opaque:
             now = jax.tree.leaves(value)
-            if len(now) != len(before) or any(map(_differ, now, before)):
+            if len(now) != len(before) or any(map(operator.is_not, now, before)):
                 raise WriteBackError(
                     f"{name!r} was changed, and cannot be given back",
                     got=f"a {type(value).__name__}, of which the function has a copy",
@@ -141,10 +142,6 @@ def _content(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 def _is_array(leaf: Any) -> bool:
     return is_number(leaf) and not isinstance(leaf, (bool, int, float, complex))
-
-
-def _differ(first: Any, second: Any) -> bool:
-    return first is not second
 
 
 def _is_scratch(value: Any) -> bool:
