@@ -19,6 +19,7 @@ from tessera.errors import (
     TesseraError,
     UnknownAxisError,
     did_you_mean,
+    nearest_multiples,
 )
 from tessera.mesh import AnyMesh, Mesh
 
@@ -332,8 +333,7 @@ def _indivisible(
 ) -> TesseraError:
     factor = mesh.axis_size(axes)
     product = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
-    low, high = shape[dim] // factor * factor, -(-shape[dim] // factor) * factor
-    near = f"{low} or {high}" if low else f"{high}"
+    near = nearest_multiples(factor, shape[dim])
     return ShardDivisibilityError(
         f"{what} cannot be split evenly over mesh axes {axes!r}",
         got=f"shape {tuple(shape)}, dim {dim} = {shape[dim]}, axis size {factor}"

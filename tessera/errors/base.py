@@ -80,3 +80,14 @@ def nearest(legal: Iterable[int], value: int) -> str:
     below = [n for n in numbers if n < value][-1:]
     above = [n for n in numbers if n > value][:1]
     return " or ".join(map(str, below + above))
+
+
+def nearest_multiples(factor: int, value: int) -> str:
+    """The multiples on both sides of a number that is none, for a message.
+
+    Example:
+      >>> nearest_multiples(4, 3), nearest_multiples(4, 9)
+      ('4', '8 or 12')
+    """
+    below = value // factor * factor
+    return nearest((n for n in (below, below + factor) if n), value)

@@ -176,8 +176,6 @@ class Function:
             raise
 
     def _run_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self._kinds:
-            return self._run_new(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         kind = self._kinds.find(context_key(), tree, leaves)
         if kind is not None:

@@ -279,14 +279,17 @@ class _GradientRequest:
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with every leaf changed that is differentiated by."""
+
+        def is_whole(node: object) -> bool:
+            return is_tensor(node) or is_object(node)
+
+        def one(leaf: Any) -> Any:
+            return leaf if is_object(leaf) else change(leaf)
+
         changed, named = list(args), dict(kwargs)
         for key in self._keys(args, kwargs):
             container: Any = changed if isinstance(key, int) else named
-            container[key] = jax.tree.map(
-                functools.partial(_unless_object, change),
-                container[key],
-                is_leaf=_is_whole,
-            )
+            container[key] = jax.tree.map(one, container[key], is_leaf=is_whole)
         return tuple(changed), named
 
     def _keys(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Which]:
@@ -373,11 +376,3 @@ class _OwnProgram:
 
 def _is_array(value: object) -> bool:
     return isinstance(value, ARRAYS)
-
-
-def _is_whole(value: object) -> bool:
-    return is_tensor(value) or is_object(value)
-
-
-def _unless_object(change: Callable[[Any], Any], leaf: Any) -> Any:
-    return leaf if is_object(leaf) else change(leaf)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from tessera.errors import ShardDivisibilityError
+from tessera.errors import ShardDivisibilityError, nearest_multiples
 from tessera.jax_compat import traces
 
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
@@ -144,8 +144,7 @@ def _empty(block: Array, dim: int, size: int, over: Iterable[str]) -> Array:
 def _check_divides(block: Array, axes: tuple[str, ...], dim: int) -> None:
     count, size = lax.axis_size(axes), block.shape[dim]
     if size % count:
-        low, high = size // count * count, -(-size // count) * count
-        near = f"{low} or {high}" if low else f"{high}"
+        near = nearest_multiples(count, size)
         raise ShardDivisibilityError(
             f"a block cannot be divided evenly over mesh axes {axes!r}",
             got=f"block of shape {block.shape}, dim {dim} = {size}, axis size {count}",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.errors import BatchSizeError, OperandError
-from tessera.foundations.tree import Tree
+from tessera.foundations.tree import Tree, named_leaves
 from tessera.jax_compat import jaxprs
 from tessera.ops.operand_checks import nearest_divisors
 from tessera.tracing import scope
@@ -124,10 +124,7 @@ def _microbatches(batch: Tree, microbatches: int | None) -> tuple[Tree, int]:
     if microbatches is None and isinstance(batch, list) and batch:
         batch = jax.tree.map(_stack, *batch)
     batch = jax.tree.map(jnp.asarray, batch)
-    rows = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape[:1]
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
-    }
+    rows = {name: leaf.shape[:1] for name, leaf in named_leaves(batch).items()}
     counts = set(rows.values())
     if len(counts) != 1 or counts == {()} or counts == {(0,)}:
         raise BatchSizeError(

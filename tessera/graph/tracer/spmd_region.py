@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tessera.annotations import Annotation, Dim, bind, bind_call
-from tessera.errors import ShardDivisibilityError, StrategyError
+from tessera.errors import ShardDivisibilityError, StrategyError, nearest_multiples
 from tessera.foundations.tree import Skeleton, named_leaves, partition
 from tessera.graph.ir import Graph
 from tessera.graph.tracer.argument_leaves import Leaf
@@ -298,12 +298,11 @@ class _Region:
         factor, number = size * split.blocks, shape[split.dim]
         if number % factor == 0:
             return
-        low, high = number // factor * factor, -(-number // factor) * factor
         fused = f" in {split.blocks} blocks" if split.blocks > 1 else ""
         raise ShardDivisibilityError(
             f"argument {path!r} cannot be split evenly over mesh axes {self._axes!r}",
             got=f"shape {shape}, dim {split.dim} = {number}{fused}, axis size {size}",
-            fix=f"use {f'{low} or {high}' if low else high}, or a smaller axis",
+            fix=f"use {nearest_multiples(factor, number)}, or a smaller axis",
         )
 
     def _split_of_result(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from tessera.errors import HeadCountError
+from tessera.errors import HeadCountError, nearest
 from tessera.ops.attention.context_parallel_variants import wire_of
 
 
@@ -62,12 +62,9 @@ def check_exchange(heads: int, kv_heads: int, size: int, axis: str) -> None:
         for n in range(1, heads + 1)
         if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
     ]
-    below = [n for n in legal if n < size][-1:]
-    above = [n for n in legal if n > size][:1]
     raise HeadCountError(
         f"all-to-all attention cannot divide the heads over mesh axis {axis!r}",
         got=f"{heads} query heads and {kv_heads} key/value heads on each device, "
         f"axis size {size}",
-        fix=f"use {axis} {' or '.join(map(str, below + above))}, or the ring, "
-        "which divides no heads",
+        fix=f"use {axis} {nearest(legal, size)}, or the ring, which divides no heads",
     )

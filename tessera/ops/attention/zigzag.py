@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import ShardDivisibilityError
+from tessera.errors import ShardDivisibilityError, nearest_multiples
 
 Order: TypeAlias = Literal["contiguous", "zigzag"]
 
@@ -73,13 +73,11 @@ class Arrangement:
         count = self.size * self.runs
         if length % count == 0:
             return length // count
-        below = length - length % count
-        legal = [n for n in (below, below + count) if n]
         raise ShardDivisibilityError(
             f"a sequence cannot be cut into the {count} chunks that {self.size} "
             f"devices hold in {self.order} order",
             got=f"{length} tokens: {length} / {count} leaves {length % count}",
-            fix=f"use a sequence of {' or '.join(map(str, legal))} tokens",
+            fix=f"use a sequence of {nearest_multiples(count, length)} tokens",
         )
 
     def apply(self, x: Any, dim: int) -> Any:
