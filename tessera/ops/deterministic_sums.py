@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.foundations.tree import Tree
+from tessera.foundations.tree import Tree, zeros
 from tessera.ops import device_collectives
 
 
@@ -45,7 +45,7 @@ def optimization_barrier(function: Callable[..., Tree], *arguments: Tree) -> Tre
     always = _lowest_bit(first) < 2  # it is at most 1
 
     def empty(*arguments: Tree) -> Tree:
-        return _zeros_like(function, *arguments)
+        return zeros(jax.eval_shape(function, *arguments))
 
     return jax.lax.cond(always, function, empty, *arguments)
 
@@ -150,7 +150,7 @@ def sum_of_rounds(
 
 def _sum_of_two(function: Callable[[jax.Array], Tree]) -> Tree:
     """``function(0) + function(1)``, compiled once."""
-    empty = _zeros_like(function, jnp.int32(0))
+    empty = zeros(jax.eval_shape(function, jnp.int32(0)))
 
     def add(total: Tree, index: jax.Array) -> tuple[Tree, None]:
         # Not from zero, so that a sum of negative zeros is a negative zero.
@@ -160,10 +160,3 @@ def _sum_of_two(function: Callable[[jax.Array], Tree]) -> Tree:
         return jax.tree.map(one, total, function(index)), None
 
     return jax.lax.scan(add, empty, jnp.arange(2, dtype=jnp.int32))[0]
-
-
-def _zeros_like(function: Callable[..., Tree], *arguments: Tree) -> Tree:
-    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.zeros(leaf.shape, leaf.dtype)
-
-    return jax.tree.map(zeros, jax.eval_shape(function, *arguments))

@@ -9,7 +9,6 @@ XLA chose are compared with the declared ones.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -132,11 +131,9 @@ def lower(trace: Trace, graph: Graph, call: Call) -> jax.stages.Lowered:
 def traced_for_arrays(trace: Trace, graph: Graph, call: Call) -> jax.stages.Traced:
     """``jax.jit`` of the function's own arguments, all of them arrays, traced."""
     program = jitted(trace, graph, call, is_nested=True)
-    counts = [len(argument.leaves) for argument in call.arguments]
 
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
-        rest = iter(jax.tree.leaves((args, kwargs)))
-        parts = [list(islice(rest, count)) for count in counts]
+        parts = call.by_argument(jax.tree.leaves((args, kwargs)))
         return trace.unflatten(program(*parts, (), graph.captured))
 
     of_arrays.__name__ = graph.name
@@ -203,13 +200,9 @@ def _overlap_options(graph: Graph) -> dict[str, bool | str]:
 
 def _parts(call: Call, graph: Graph, entries: Sequence[Any]) -> tuple[Any, ...]:
     """One entry for each input, in the trees that the lowered program takes."""
-    rest = list(entries)
-    parts = []
-    for argument in call.arguments:
-        taken, rest = rest[: len(argument.leaves)], rest[len(argument.leaves) :]
-        parts.append(taken)
+    rest = entries[len(call.leaves) :]
     count = sum(value.role is Role.PARAMETER for value in graph.inputs)
-    return (*parts, tuple(rest[:count]), tuple(rest[count:]))
+    return (*call.by_argument(entries), tuple(rest[:count]), tuple(rest[count:]))
 
 
 def check_layouts(graph: Graph, compiled: jax.stages.Compiled) -> None:

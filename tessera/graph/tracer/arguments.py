@@ -194,12 +194,15 @@ class Call:
         ]
         return replace(self, arguments=tuple(arguments))
 
+    def by_argument(self, entries: Iterable[Any]) -> list[list[Any]]:
+        """What there is for each array of the call, in one part for each argument."""
+        rest = iter(entries)
+        return [[*itertools.islice(rest, len(a.leaves))] for a in self.arguments]
+
     def rebuilt(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with other arrays in place."""
-        rest, values = list(arrays), list[Any]()
-        for argument in self.arguments:
-            values.append(argument.rebuilt(rest[: len(argument.leaves)]))
-            del rest[: len(argument.leaves)]
+        parts = zip(self.arguments, self.by_argument(arrays), strict=True)
+        values = [argument.rebuilt(part) for argument, part in parts]
         named = zip(self.keywords, values[self.positional :], strict=True)
         return tuple(values[: self.positional]), dict(named)
 

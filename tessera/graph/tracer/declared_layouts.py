@@ -309,12 +309,14 @@ def _specs(
     if _is_spec(prefix):
         return [prefix] * (count - len(statics))
 
-    def spread_below(spec: Any, below: Any) -> list[_Spec]:
-        return [_Spec(spec)] * len(jax.tree.leaves(below))
+    flat: list[Any] = []
+
+    def spread_below(spec: Any, below: Any) -> None:
+        flat.extend([spec] * len(jax.tree.leaves(below)))
 
     tree = jax.tree.unflatten(structure, range(count))
     try:
-        spread = jax.tree.map(spread_below, prefix, tree, is_leaf=_is_spec)
+        jax.tree.map(spread_below, prefix, tree, is_leaf=_is_spec)
     except ValueError:
         raise SpecFormError(
             f"{what} is not a spec, nor a tree of specs that fits the arrays",
@@ -322,7 +324,6 @@ def _specs(
             fix="give one spec for all of them, or a tree with a spec or None for "
             "each branch",
         ) from None
-    flat = [leaf.spec for leaf in jax.tree.leaves(spread)]
     return [spec for place, spec in enumerate(flat) if place not in statics]
 
 
@@ -363,13 +364,6 @@ def _object_specs(specs: Any, argument: Argument) -> dict[str, Any]:
                 fix=did_you_mean(name, [each for each in known if each != STRUCTURE]),
             )
     return {name: given.get(name) for name in known}
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """Boxes a spec or None, so that None is a leaf of its tree like any other."""
-
-    spec: Any
 
 
 def _is_spec(node: Any) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from tessera.foundations.tree import zeros
 from tessera.jax_compat.packed_attention import PACKS_GROUPED_HEADS, packed_attention
 from tessera.ops.attention import xla
 from tessera.ops.attention.blockwise import varying_as
@@ -143,11 +144,8 @@ def _hidden(function: Callable[..., Any], *arrays: Array) -> Any:
 
     Policies of rematerialization see no matmuls in such a loop, and save none of them.
     """
-
-    def zeros(like: jax.ShapeDtypeStruct) -> Array:
-        return varying_as(arrays[0], jnp.zeros(like.shape, like.dtype))
-
-    empty = jax.tree.map(zeros, jax.eval_shape(function, *arrays))
+    empty = zeros(jax.eval_shape(function, *arrays))
+    empty = jax.tree.map(partial(varying_as, arrays[0]), empty)
 
     def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
         return carry[0] & False, function(*arrays)
