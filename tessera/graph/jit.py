@@ -9,15 +9,10 @@ from typing import Any, Final
 from tessera.annotations import refuse_options, signature_of
 from tessera.errors import ArgumentError
 from tessera.graph.function import Function
-from tessera.graph.jit_options import (
-    JitOptions,
-    by_either_name,
-    listed,
-    one_of,
-)
+from tessera.graph.jit_options import by_either_name, declared_options, listed
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat.tracebacks import at_boundary
-from tessera.mesh import AnyMesh, as_mesh
+from tessera.mesh import AnyMesh
 
 __all__ = ["function"]
 
@@ -108,8 +103,10 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
         body = given if inner is None else inner.body
         name = getattr(body, "__name__", type(body).__name__)
         before = Options(name=name) if inner is None else inner.options
-        declared = JitOptions.of(
+        declared, static = declared_options(
+            name,
             signature_of(body),
+            mesh,
             in_specs=by_either_name("in", in_specs, in_shardings),
             out_specs=by_either_name("out", out_specs, out_shardings),
             static=(static_argnums, static_argnames),
@@ -119,7 +116,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
         options = replace(
             before,
             name=name,
-            mesh=one_of("mesh", as_mesh(mesh), declared.mesh) or before.mesh,
+            mesh=declared.mesh or before.mesh,
             in_specs=declared.in_specs if is_laid_out else before.in_specs,
             in_spec=declared.in_spec if is_laid_out else before.in_spec,
             out_specs=before.out_specs
@@ -132,7 +129,7 @@ def function(  # noqa: PLR0913 - the options of jax.jit, too
                 (dict(before.compiler_options) | dict(compiler_options or {})).items()
             ),
         )
-        static = declared.static if inner is None else declared.static | inner.static
+        static = static if inner is None else static | inner.static
         passes = skip_passes if inner is None else {*skip_passes, *inner.skip_passes}
         return Function(body, options, tuple(passes), static)
 

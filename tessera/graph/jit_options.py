@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from tessera.annotations import argument_names
 from tessera.errors import SettingConflictError, SpecFormError, did_you_mean
 from tessera.graph.tracer.argument_leaves import mesh_of_one_device
-from tessera.graph.tracer.declared_layouts import UNDECLARED
+from tessera.graph.tracer.declared_layouts import UNDECLARED, Options
 from tessera.graph.tracer.static_values import StaticArgument
-from tessera.mesh import Mesh
+from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.shard_spec import ShardSpec, spec_on
 from tessera.tracing.object_arguments import is_object
 
@@ -69,66 +69,56 @@ class StaticArguments:
 NO_ARGUMENTS: Final = StaticArguments()
 
 
-@dataclass(frozen=True)
-class JitOptions:
-    """The options of a function, by the names of its arguments.
+def declared_options(
+    name: str,
+    signature: Signature,
+    mesh: AnyMesh | None,
+    *,
+    in_specs: tuple[str, Any],
+    out_specs: tuple[str, Any],
+    static: tuple[Any, Any] = ((), ()),
+    donated: tuple[Any, Any] = ((), ()),
+) -> tuple[Options, StaticArguments]:
+    """The options for a function, and its static arguments.
 
-    Attributes:
-      mesh: The mesh of its shardings, if they name one.
-      in_specs: The layouts of its arguments by name.
-      in_spec: The layout of all others.
-      out_specs: The layouts of its result.
-      static: Its static arguments.
-      donate: The names of its donated arguments.
+    Args:
+      name: What the function is called.
+      signature: Of the function.
+      mesh: The mesh to run on; None is that of the shardings, if they name one.
+      in_specs: What the layouts of its arguments are declared by, and they: one for
+        all, a tuple by position, or a dict by name.
+      out_specs: The same of its result, a tree.
+      static: Arguments that are static, by number and name.
+      donated: Arguments that are donated, by number and name.
+
+    Raises:
+      SpecFormError: [T204] there is no such argument, or no such layout.
+      SettingConflictError: [T507] an argument is static and donated, or shardings
+        are of several meshes, or of another one than the declared one.
     """
-
-    mesh: Mesh | None
-    in_specs: dict[str, Any]
-    in_spec: Any
-    out_specs: Any
-    static: StaticArguments
-    donate: frozenset[str]
-
-    @classmethod
-    def of(
-        cls,
-        signature: Signature,
-        *,
-        in_specs: tuple[str, Any],
-        out_specs: tuple[str, Any],
-        static: tuple[Any, Any] = ((), ()),
-        donated: tuple[Any, Any] = ((), ()),
-    ) -> "JitOptions":
-        """The options for a function, ``static`` and ``donated`` by number and name.
-
-        Args:
-          signature: Of the function.
-          in_specs: What the layouts of its arguments are declared by, and they: one for
-            all, a tuple by position, or a dict by name.
-          out_specs: The same of its result, a tree.
-          static: Arguments that are static.
-          donated: Arguments that are donated.
-
-        Raises:
-          SpecFormError: [T204] there is no such argument, or no such layout.
-          SettingConflictError: [T507] an argument is static and donated, or shardings
-            are of several meshes.
-        """
-        declared = [(what, _named(layouts)) for what, layouts in (in_specs, out_specs)]
-        for what, layouts in declared:
-            _check_layouts(what, layouts)
-        mesh = _mesh_of([layouts for _, layouts in declared])
-        ins, outs = (_specs_on(mesh, layouts) for _, layouts in declared)
-        held = StaticArguments.of(signature, *static)
-        donate = selected(signature, *donated, "donated")
-        if both := sorted(held.names & donate):
-            raise SettingConflictError(
-                "an argument is both static and donated",
-                got=", ".join(map(repr, both)),
-                fix="donate arguments that are arrays",
-            )
-        by_name, in_spec = _by_name(in_specs[0], signature, ins, held.positions)
-        return cls(mesh, by_name, in_spec, outs, held, donate)
+    declared = [(what, _named(layouts)) for what, layouts in (in_specs, out_specs)]
+    for what, layouts in declared:
+        _check_layouts(what, layouts)
+    own = _mesh_of([layouts for _, layouts in declared])
+    ins, outs = (_specs_on(own, layouts) for _, layouts in declared)
+    held = StaticArguments.of(signature, *static)
+    donate = selected(signature, *donated, "donated")
+    if both := sorted(held.names & donate):
+        raise SettingConflictError(
+            "an argument is both static and donated",
+            got=", ".join(map(repr, both)),
+            fix="donate arguments that are arrays",
+        )
+    by_name, in_spec = _by_name(in_specs[0], signature, ins, held.positions)
+    options = Options(
+        name=name,
+        mesh=one_of("mesh", as_mesh(mesh), own),
+        in_specs=by_name,
+        in_spec=in_spec,
+        out_specs=outs,
+        donate=donate,
+    )
+    return options, held
 
 
 def one_of(what: str, first: Any, second: Any) -> Any:

@@ -10,6 +10,7 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,11 +21,11 @@ from tessera.foundations.tree import named_leaves, nest
 from tessera.graph.compile_stages import Traced
 from tessera.graph.function import Function
 from tessera.graph.ir import Role
-from tessera.graph.jit_options import JitOptions, one_of
+from tessera.graph.jit_options import declared_options
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat.tracebacks import at_boundary
-from tessera.mesh import AnyMesh, as_mesh
+from tessera.mesh import AnyMesh
 from tessera.shard import DistTensor
 from tessera.tracing import scope
 
@@ -263,22 +264,16 @@ def training_step(
     """
 
     def decorate(body: Callable[..., Any]) -> Step:
-        declared = JitOptions.of(
+        own_name = getattr(body, "__name__", "step")
+        options, _ = declared_options(
+            module if isinstance(module, str) and module else own_name,
             signature_of(body),
+            mesh,
             in_specs=("in_specs", in_specs),
             out_specs=("out_specs", out_specs),
         )
-        options = Options(
-            name=module
-            if isinstance(module, str)
-            else getattr(body, "__name__", "step"),
-            mesh=one_of("mesh", as_mesh(mesh), declared.mesh),
-            in_specs=declared.in_specs,
-            in_spec=declared.in_spec,
-            out_specs=declared.out_specs,
-            split_batch=True,
-            batch=None if batch is None else frozenset(as_names(batch)),
-        )
+        rows = None if batch is None else frozenset(as_names(batch))
+        options = replace(options, split_batch=True, batch=rows)
         return Step(body, options, skip_passes)
 
     return decorate(module) if callable(module) else decorate
