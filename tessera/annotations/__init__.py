@@ -11,7 +11,6 @@ related:
 from tessera.annotations.binding import Binding as Binding
 from tessera.annotations.binding import bind as bind
 from tessera.annotations.binding import check_call as check_call
-from tessera.annotations.binding import checked as checked
 from tessera.annotations.calls import bind_call as bind_call
 from tessera.annotations.calls import refuse_options as refuse_options
 from tessera.annotations.dims import Dim as Dim

@@ -139,27 +139,6 @@ def check_call(
     bind_call(own_signature(function), [None] * count, named, name=called)
 
 
-def checked(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    name: str,
-    check: bool = True,
-) -> Any:
-    """Call a function, and check its arguments and its result.
-
-    Raises:
-      AnnotationError: [T315] they do not fit its annotations.
-    """
-    if not check:
-        return function(*args, **kwargs)
-    binding = bind(function, args, kwargs, name=name)
-    result = function(*args, **kwargs)
-    binding.check_result(result)
-    return result
-
-
 def _hinted_arguments(
     bound: inspect.BoundArguments, hints: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:

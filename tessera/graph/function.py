@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from tessera.annotations import argument_names, checked, signature_of
+from tessera.annotations import argument_names, bind, signature_of
 from tessera.errors import SettingConflictError, UnconnectedGradientError
 from tessera.graph.call_kinds import QUICK_CALLS, CallKind, Program, context_key
 from tessera.graph.compile_stages import Compiled, Lowered, Traced
@@ -308,7 +308,10 @@ class Function:
             body, here = scope.resolve_callee(self.body), scope.current()
             # The sizes of one microbatch differ from those of the annotations.
             check = here is not None and here.is_whole_batch
-            return checked(body, args, kwargs, name=self.options.name, check=check)
+            binding = bind(body, args, kwargs, name=self.options.name, check=check)
+            result = body(*args, **kwargs)
+            binding.check_result(result)
+            return result
         return self._with_objects(self._inside_laid_out, args, kwargs)
 
     def _inside_laid_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

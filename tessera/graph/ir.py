@@ -195,15 +195,11 @@ def captured_input(index: int, array: Any, mesh: Mesh | None) -> Value:
 def verify(graph: Graph) -> None:
     """Check the invariants of a graph; a failure is a bug of the phase before.
 
-    ``verify_interface`` holds, and the jaxpr is well formed. That is checked with
-    ``jax_enable_checks`` alone, as JAX checks its own: it takes as long as a trace.
+    A jaxpr has the inputs and outputs of its graph, and no constants, and is well
+    formed. The latter is checked with ``jax_enable_checks`` alone, as JAX checks its
+    own: it takes as long as a trace.
     """
     jaxprs.check(graph.program)
-    verify_interface(graph)
-
-
-def verify_interface(graph: Graph) -> None:
-    """Check that a jaxpr has the inputs and outputs of its graph, and no constants."""
     assert not jaxprs.constants(graph.program), "captured arrays must be inputs"
     for kind, described, variables in (
         ("input", graph.inputs, jaxprs.inputs(graph.program)),

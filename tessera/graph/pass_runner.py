@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from tessera.errors import UnknownPassError, did_you_mean
-from tessera.graph.ir import Graph, verify, verify_interface
+from tessera.graph.ir import Graph, verify
 from tessera.graph.passes.assign_output_layouts import assign_output_layouts
 from tessera.graph.passes.autocast import autocast
 from tessera.graph.passes.differentiate_losses import differentiate_losses
@@ -69,7 +69,7 @@ def run_passes(graph: Graph, *, skip: Collection[str] = ()) -> tuple[PassRecord,
       UnknownPassError: [T307] ``skip`` names a pass that does not exist.
     """
     check_names(skip)
-    verify_interface(graph)  # JAX has just made its jaxpr
+    verify(graph)
     records = [PassRecord("trace", graph)]
     for apply in PASSES:
         name = apply.__name__
