@@ -88,7 +88,5 @@ DISTRIBUTED: Final[Mapping[str, str]] = {
 }
 """Names of ``torch.distributed``."""
 
-AMP: Final[Mapping[str, str]] = {
-    "GradScaler": "ts.amp.LossScale with f16; bf16 needs none"
-}
+AMP: Final[Mapping[str, str]] = {"GradScaler": NAMES["GradScaler"]}
 """Names of ``torch.amp``."""

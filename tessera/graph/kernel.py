@@ -30,7 +30,7 @@ from tessera.errors import (
     NoMeshError,
     did_you_mean,
 )
-from tessera.foundations.tree import Skeleton
+from tessera.foundations.tree import partition
 from tessera.graph.function import Function
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat.tracebacks import at_boundary
@@ -43,7 +43,7 @@ from tessera.ops.operand_layouts import (
     layout_of,
     region_mesh,
 )
-from tessera.shard import ARRAYS, DistTensor, ShardSpec, capturing, is_tensor
+from tessera.shard import DistTensor, ShardSpec, capturing, is_array, is_tensor
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import holds_objects
 from tessera.tracing.per_device_checks import check_region
@@ -156,7 +156,7 @@ class Kernel:
         bound.apply_defaults()
         self._refuse_objects(bound.arguments)
         named, _ = jax.tree.flatten_with_path(bound.arguments, is_leaf=is_tensor)
-        arrays = [_Leaf(path, x) for path, x in named if isinstance(x, ARRAYS)]
+        arrays = [_Leaf(path, x) for path, x in named if is_array(x)]
         self._check_visible(arrays)
         mesh = _one_mesh(arrays)
         specs = tuple(self._spec_of(leaf, mesh) for leaf in arrays)
@@ -169,13 +169,11 @@ class Kernel:
         self, mesh: Mesh, specs: Sequence[PartitionSpec], bound: BoundArguments
     ) -> Any:
         """The results on all devices, with their layouts recorded."""
-        leaves, tree = jax.tree.flatten(bound.arguments, is_leaf=is_tensor)
-        constants = {i: x for i, x in enumerate(leaves) if not isinstance(x, ARRAYS)}
-        template = Skeleton(tree, constants)
-        values = [as_array(leaf) for leaf in leaves if isinstance(leaf, ARRAYS)]
+        arrays, rest = partition(bound.arguments, is_array, is_leaf=is_tensor)
+        values = list(map(as_array, arrays))
 
         def body(*blocks: jax.Array) -> Any:
-            call = BoundArguments(self._signature, template.combine(blocks))
+            call = BoundArguments(self._signature, rest.combine(blocks))
             with capturing(_refuse_closure):
                 function = scope.resolve_callee(self._function)
                 result = function(*call.args, **call.kwargs)

@@ -34,7 +34,7 @@ from tessera.graph.tracer.declared_layouts import Options, is_number
 from tessera.jax_compat import jaxprs
 from tessera.jax_compat.tracebacks import at_boundary
 from tessera.ops.operand_layouts import layout_of
-from tessera.shard import ARRAYS, is_tensor
+from tessera.shard import is_array, is_tensor
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import (
     changes_in_place,
@@ -349,7 +349,7 @@ class _OwnProgram:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        own, arguments = partition((args, kwargs), _is_array, is_leaf=is_tensor)
+        own, arguments = partition((args, kwargs), is_array, is_leaf=is_tensor)
         self._arrays = list(map(jnp.asarray, own))
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -372,7 +372,3 @@ class _OwnProgram:
             program = differentiated(self._program)
         results = jaxprs.evaluate(program, *self._arrays)
         return self._restore(self._result.combine(results))
-
-
-def _is_array(value: object) -> bool:
-    return isinstance(value, ARRAYS)

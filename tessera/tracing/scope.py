@@ -185,13 +185,8 @@ def _resolving_specs(mesh: Mesh | None) -> AbstractContextManager[None]:
 @contextmanager
 def named(name: str) -> Iterator[None]:
     """Put the parameters declared inside, and the operations, under ``name``."""
-    scope = _open.get()
-    if scope is None:
-        with jax.named_scope(name):
-            yield
-        return
-    outer = scope.path
-    scope.path = (*outer, name)
+    scope = _open.get() or Scope()  # outside of a trace no parameters are declared
+    outer, scope.path = scope.path, (*scope.path, name)
     try:
         with jax.named_scope(name):
             yield

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from tessera.annotations import Annotation, Dim, bind, bind_call
 from tessera.errors import ShardDivisibilityError, StrategyError, nearest_multiples
-from tessera.foundations.tree import Skeleton, named_leaves, partition
+from tessera.foundations.tree import Skeleton, partition
 from tessera.graph.ir import Graph
 from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.arguments import Call
@@ -29,7 +29,7 @@ from tessera.graph.tracer.strategies import Strategy
 from tessera.jax_compat.traces import manual_axes, varying_axes
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
-from tessera.shard import ARRAYS, ShardSpec, is_tensor
+from tessera.shard import ShardSpec, is_array, is_tensor
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import holds_objects, split_result
 from tessera.tracing.per_device_checks import check_region
@@ -176,8 +176,8 @@ class _Region:
             if holds_objects(value):
                 raise self._takes_no_object(name, value)
         arguments = dict(bound.arguments)
-        self._tree = jax.tree.structure(arguments, is_leaf=is_tensor)
-        self._leaves = named_leaves(arguments, is_leaf=is_tensor)
+        arrays, self._rest = partition(arguments, is_array, is_leaf=is_tensor)
+        self._arrays = dict(zip(self._rest.names(""), arrays, strict=True))
         first = strategy.common_dims(self._binding.dim_names) or ()
         self._common = [s for n in first if n != "..." for s in Dim(n).symbols]
         self._splits = self._splits_of_arguments()
@@ -194,7 +194,7 @@ class _Region:
     def run(self) -> Any:
         """The global results."""
         operands = [
-            _apart(split, jnp.asarray(self._leaves[path]))
+            _apart(split, jnp.asarray(self._arrays[path]))
             for path, split in self._splits.items()
         ]
         found: list[Any] = []
@@ -236,21 +236,18 @@ class _Region:
     ) -> tuple[list[Any], Skeleton, list[Split | None]]:
         """The body's arrays on one device, the rest of its result, and the splits."""
         joined = map(_together, self._splits.values(), blocks)
-        given = dict(zip(self._splits, joined, strict=True))
-        filled = [given.get(path, leaf) for path, leaf in self._leaves.items()]
-        arguments = jax.tree.unflatten(self._tree, filled)
+        arguments = self._rest.combine(joined)
+        given = jax.tree.leaves(arguments, is_leaf=is_tensor)
         call = inspect.BoundArguments(self._signature, arguments)
         result = scope.resolve_callee(self._body)(*call.args, **call.kwargs)
         result, self._restore = split_result(result)
-        self._refuse_writes(arguments, filled)
+        self._refuse_writes(arguments, given)
         found, skeleton = partition(result, is_number, is_leaf=is_tensor)
         arrays = list(map(jnp.asarray, found))
-        named = named_leaves(result, "result", is_leaf=is_tensor)
-        paths = [path for path, leaf in named.items() if is_number(leaf)]
         names = self._binding.result_dim_names(result)
         splits = [
             self._split_of_result(path, array, names.get(path))
-            for path, array in zip(paths, arrays, strict=True)
+            for path, array in zip(skeleton.names("result"), arrays, strict=True)
         ]
         return arrays, skeleton, splits
 
@@ -269,8 +266,7 @@ class _Region:
 
     def _splits_of_arguments(self) -> dict[str, Split | None]:
         """For each array among the arguments its split dim, or None."""
-        names = self._binding.dim_names
-        arrays = {path: x for path, x in self._leaves.items() if isinstance(x, ARRAYS)}
+        names, arrays = self._binding.dim_names, self._arrays
         unknown = [path for path in arrays if arrays[path].ndim and path not in names]
         if unknown:
             raise StrategyError(
