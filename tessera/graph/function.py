@@ -322,15 +322,13 @@ class Function:
 
     def _under_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of what JAX, not Tessera, is tracing or transforming."""
-        with self._objects_split(args, kwargs) as call:
-            return finish(call, self._part_of_jax(call.args, call.kwargs))
-
-    def _part_of_jax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        traced, program = self._jitted(call := self._flatten(args, kwargs))
-        outputs = self._outputs(call, traced, program)
-        origin, values = traced.origin, values_of(args, kwargs)
-        write_back(origin.writes, origin.written(outputs), values)
-        return origin.unflatten(outputs)
+        with self._objects_split(args, kwargs) as split:
+            call = self._flatten(split.args, split.kwargs)
+            traced, program = self._jitted(call)
+            outputs = self._outputs(call, traced, program)
+            origin, values = traced.origin, values_of(split.args, split.kwargs)
+            write_back(origin.writes, origin.written(outputs), values)
+            return finish(split, origin.unflatten(outputs))
 
     def _jitted(self, call: Call) -> tuple[Traced, Callable[..., Any]]:
         """The traced program, and the same as ``jax.jit`` takes it."""

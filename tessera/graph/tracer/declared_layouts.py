@@ -378,6 +378,11 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, kinds) or hasattr(type(leaf), "__jax_array__")
 
 
+def is_numeric_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, or a NumPy number, and no number of Python."""
+    return is_number(leaf) and not isinstance(leaf, (bool, int, float, complex))
+
+
 def output_test(call: Call) -> Callable[[Any], bool]:
     """A test whether a leaf of the result of a call is an output of its program.
 

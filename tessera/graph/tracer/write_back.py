@@ -20,7 +20,7 @@ import jax
 from tessera.errors import TesseraWarning, WriteBackError
 from tessera.foundations.tree import Skeleton, partition, path_name
 from tessera.graph.ir import Value
-from tessera.graph.tracer.declared_layouts import is_number
+from tessera.graph.tracer.declared_layouts import is_numeric_array
 from tessera.jax_compat import traces
 from tessera.tracing.object_arguments import split_result
 
@@ -129,7 +129,7 @@ class MutationTracker:
                 continue
             kept = [key for key in now if key in before or not _is_scratch(now[key])]
             assigned, restore = split_result(tuple(now[key] for key in entries))
-            found, skeleton = partition(assigned, _is_array)
+            found, skeleton = partition(assigned, is_numeric_array)
             arrays += found
             keys = tuple(entries), tuple(kept)
             writes.append(Write(argument, path, name, *keys, skeleton, restore))
@@ -138,10 +138,6 @@ class MutationTracker:
 
 def _content(holder: Any) -> Iterator[tuple[Any, Any]]:
     return iter(holder.items() if isinstance(holder, dict) else enumerate(holder))
-
-
-def _is_array(leaf: Any) -> bool:
-    return is_number(leaf) and not isinstance(leaf, (bool, int, float, complex))
 
 
 def _is_scratch(value: Any) -> bool:

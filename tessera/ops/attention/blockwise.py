@@ -240,14 +240,6 @@ def fold(state: Softmax, queries: Queries, keys: Keys, mask: Mask) -> Softmax:
     return lax.scan(one_query_block, None, (state, queries, kinds))[1]
 
 
-def block_gradients(
-    queries: Queries, outputs: OutputGradients, keys: Keys, mask: Mask
-) -> Gradients:
-    """The gradient of :func:`attend_blocks`: f32, in the shapes of q, k and v."""
-    zeros = zeros_like(queries.q), zeros_like(keys.k), zeros_like(keys.v)
-    return fold_gradients(zeros, queries, outputs, keys, mask)
-
-
 def fold_gradients(
     gradients: Gradients,
     queries: Queries,

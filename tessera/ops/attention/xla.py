@@ -21,9 +21,10 @@ from tessera.ops.attention.blockwise import (
     OutputGradients,
     Queries,
     attend_blocks,
-    block_gradients,
     delta_of,
+    fold_gradients,
     sum_dtype,
+    zeros_like,
 )
 from tessera.ops.attention.context_parallel_variants import NO_WINDOW
 from tessera.ops.attention.dispatch import Device, Operands, Options
@@ -70,7 +71,8 @@ def _backward(options: Options, residuals: Any, dout: Array) -> Any:
     rows, columns, groups = call.rows, call.columns, operands.k.shape[1]
     delta = rows.blocks(delta_of(out, dout)[..., None], groups)[..., 0]
     outputs = OutputGradients(rows.blocks(dout, groups), lse, delta)
-    dq, dk, dv = block_gradients(call.queries, outputs, call.keys, call.mask)
+    zeros = zeros_like(call.queries.q), zeros_like(call.keys.k), zeros_like(call.keys.v)
+    dq, dk, dv = fold_gradients(zeros, call.queries, outputs, call.keys, call.mask)
     q, k, v = operands[:3]
     dsinks = None
     if operands.sinks is not None:  # a weight like any other, of the value zero

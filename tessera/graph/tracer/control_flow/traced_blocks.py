@@ -20,12 +20,9 @@ from tessera.graph.tracer.control_flow.conversion_state import (
     NEEDS_VALUE,
     current,
 )
-from tessera.graph.tracer.control_flow.merge_points import (
-    SCALARS,
-    describe,
-)
+from tessera.graph.tracer.control_flow.merge_points import describe
 from tessera.graph.tracer.control_flow.user_code import line_of, user_line
-from tessera.graph.tracer.declared_layouts import is_number
+from tessera.graph.tracer.declared_layouts import is_numeric_array
 from tessera.jax_compat import jaxprs
 
 
@@ -72,7 +69,7 @@ def traced_block(
         ends.append(state.read())
         for key in state.changes(before, ends[0]):
             leaves = flattened(state.value(ends[0], key)).leaves
-            arrays.update((id(leaf), leaf) for leaf in leaves if _is_array(leaf))
+            arrays.update((id(leaf), leaf) for leaf in leaves if is_numeric_array(leaf))
         return [jnp.asarray(leaf) for leaf in arrays.values()]
 
     conversion = current()
@@ -83,10 +80,6 @@ def traced_block(
     finally:
         state.write(before)
     return Block(program, state.changes(before, ends[0]), ends[0], arrays)
-
-
-def _is_array(leaf: Any) -> bool:
-    return is_number(leaf) and not isinstance(leaf, SCALARS)
 
 
 @contextmanager
