@@ -114,7 +114,7 @@ class Mesh:
             ids = device_layout.device_grid(self.target, self._sizes, chosen)
         elif devices is None:
             ids = device_layout.grid_here(self._sizes, ids)
-        self.device_ids: tuple[int, ...] = ids
+        self._ids = ids
         # Axes of a JAX mesh may be Explicit: then array types include their layout.
         self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
         # A mesh of an abstract JAX mesh, which has no devices, has the first ones.
@@ -191,6 +191,11 @@ class Mesh:
         )
         result.of_abstract = isinstance(mesh, AbstractMesh)
         return result
+
+    @cached_property
+    def device_ids(self) -> tuple[int, ...]:
+        """The ids of its devices, in row-major order."""
+        return tuple(self._ids)
 
     @property
     def shape(self) -> dict[str, int]:

@@ -170,8 +170,8 @@ def checked_shape(shape: Sequence[int], axes: tuple[str, ...]) -> tuple[int, ...
     return tuple(int(s) for s in sizes)
 
 
-def read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The flat ids of a sequence, and its shape if it is nested.
+def read_devices(devices: Any) -> tuple[Sequence[int], tuple[int, ...] | None]:
+    """The flat ids of a sequence, and its shape if it is nested; a range as it is.
 
     Raises:
       MeshShapeError: [T101] the rows of the sequence differ in length.
@@ -189,6 +189,9 @@ def read_devices(devices: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]
             got=f"{devices!r}",
             fix="write devices=range(8), or a nested list such as [[0, 1], [2, 3]]",
         )
+    if isinstance(devices, range) and devices == range(_length(devices) or 1):
+        _check_count(_length(devices), "devices")
+        return devices, None
     leaves, shape = _flattened(devices)
     ids = tuple(map(_device_id, leaves))
     if not ids:
