@@ -6,9 +6,9 @@
 The trainer's step in bf16, by the compiler of the GPU. Temporaries stand beside a
 formula: those of ``full``, and for each slot of the residual buffer, and one that a tick
 has in hand, the bytes of the residuals of a stage's layers. Megatron's formula for the
-activations of a layer (Korthikanti et al. 2022, arXiv 2205.05198), with an MLP of four
-times the width, dropout and, here too, attention that keeps no scores, is for as many
-microbatches as there are stages. Times are predicted from the compiled program.
+activations of a layer (Korthikanti et al. 2022, arXiv 2205.05198) is for an MLP of four
+times the width, dropout, attention that keeps no scores, and as many microbatches as
+there are stages. Times are predicted from the compiled program.
 """
 
 import os
@@ -21,7 +21,7 @@ os.environ.setdefault("PJRT_NPROC", "32")
 import report
 
 from tessera.foundations.config_files import configs_dir
-from tessera.graph.pipelining import allocate
+from tessera.graph.pipelining.buffer_slots import allocate
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose

@@ -28,10 +28,11 @@ class Slots:
 
     Every table is int32 [ticks, stages] and read-only; -1 where nothing is written or
     read. To the residual and weight buffers each tick writes, since a choice would read
-    as many bytes: where it has nothing to write, to a slot that is free. The first virtual stage reads the microbatch itself and has no input slot. The
-    last one begins the gradient itself and has no cotangent slot, and as it runs in its
-    B alone, it has no residual slot. Within a tick what arrived is written first, then
-    F, B and W follow.
+    as many bytes: where it has nothing to write, to a slot that is free. The first
+    virtual stage reads the microbatch itself and has no input slot. The last one begins
+    the gradient itself and has no cotangent slot, and as it runs in its B alone, it has
+    no residual slot. Within a tick what arrived is written first, then F, B and W
+    follow.
 
     Args:
       input_slots: Slots of the input buffer.

@@ -59,6 +59,7 @@ def _plan(options: Namespace) -> str:
     answer = plan_run(
         options.words,
         modules=options.module,
+        rows=options.rows,
         note=lambda text: sys.stderr.write(f"… {text}\n"),
     )
     if options.json is not None:

@@ -21,8 +21,8 @@ from tessera.train.models.frozen_parameters import freeze
 from tessera.train.models.model import Model
 from tessera.train.models.partition_rules import Placement
 
-# Entries of a schedule's table, stages times microbatches: some seconds to make.
-_LARGEST_TABLE: Final = 2**18
+LARGEST_TABLE: Final = 2**18
+"""Entries of a schedule's table, stages times microbatches: some seconds to make."""
 
 
 def layout_problems(settings: Config) -> list[TesseraError]:
@@ -73,11 +73,11 @@ def schedule_problems(settings: Config) -> list[TesseraError]:
     training, errors = settings.training, list[TesseraError]()
     count, chunks = training.gradient_accumulation_steps, training.pipeline_chunks
     with collected(errors):
-        if (stages := _mesh(settings).shape.get("pp", 0)) * count > _LARGEST_TABLE:
+        if (stages := _mesh(settings).shape.get("pp", 0)) * count > LARGEST_TABLE:
             raise PipelineSizeError(
                 "a schedule of so many stages and microbatches is too large a table",
                 got=f"{stages} stages x {count} microbatches",
-                fix=f"use at most {_LARGEST_TABLE // stages} for "
+                fix=f"use at most {LARGEST_TABLE // stages} for "
                 "training.gradient_accumulation_steps",
             )
         if stages:

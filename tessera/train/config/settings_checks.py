@@ -5,6 +5,7 @@ Nothing here imports JAX, which takes seconds; ``layout_checks.py`` has what nee
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from operator import itemgetter
 from typing import Any, Final
@@ -42,25 +43,29 @@ def check(settings: Config) -> list[TesseraError]:
     T101, T102 and T103 for the mesh, T502 and T505 for values, T503 for batches, T504
     for the run's name, T507 for settings that exclude each other.
     """
+    errors = value_problems(settings)
+    if any(_range_problems(settings)):
+        return errors + optimizer_config.check(settings.optimizer)
+    return [*errors, *batch_problems(settings)]
+
+
+def value_problems(settings: Config) -> list[TesseraError]:
+    """Those mistakes of which ``batch_problems`` says nothing."""
     errors = problems_of(settings, "")
     sizes: Mapping[str, int] | None = None
     with collected(errors):
         sizes = _read_mesh(settings.model)
-    ranges = [
-        problem
-        for group in ("model", "training", "runtime", "preference", "grpo")
-        for problem in problems_of(getattr(settings, group), group)
-    ]
-    errors += ranges
+    errors += _range_problems(settings)
     with collected(errors):
         precision_of(settings.training.mixed_precision)
     with collected(errors):
         data_config.check(settings.data)
-    errors += conflicts(settings, sizes)
-    if not ranges:
-        errors += _check_batches(settings, sizes)
-    groups = data_parallel_groups(sizes or {})
-    return errors + optimizer_config.check(settings.optimizer, groups)
+    return [*errors, *conflicts(settings, sizes)]
+
+
+def _range_problems(settings: Config) -> Iterator[TesseraError]:
+    for group in ("model", "training", "runtime", "preference", "grpo"):
+        yield from problems_of(getattr(settings, group), group)
 
 
 def _read_mesh(model: ModelConfig) -> dict[str, int]:
@@ -83,11 +88,19 @@ def _read_mesh(model: ModelConfig) -> dict[str, int]:
     return dict(zip(axes, sizes, strict=True))
 
 
-def _check_batches(
-    settings: Config, sizes: Mapping[str, int] | None
-) -> Iterator[TesseraError]:
-    """Whether microbatches, groups and parts of a step divide as they have to."""
-    training = settings.training
+def batch_problems(settings: Config) -> Iterator[TesseraError]:
+    """Whether microbatches, groups and parts of a step divide as they have to.
+
+    Only with values within their limits and a proper mesh, or these are what is wrong.
+    """
+    if ranges := problems_of(settings.training, "training"):
+        yield from ranges
+        return
+    training, sizes = settings.training, None
+    with suppress(TesseraError):
+        sizes = _read_mesh(settings.model)
+    groups = data_parallel_groups(sizes or {})
+    yield from optimizer_config.check(settings.optimizer, groups)
     total, every = training.gradient_accumulation_steps, training.sync_gradients_every
     if total % every:
         divisors = [number for number in range(1, total + 1) if total % number == 0]

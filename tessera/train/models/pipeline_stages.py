@@ -13,6 +13,7 @@ that no layer reads, whose gradient is zero, so that they stay zeros.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class StageSplit:
           PipelineSizeError: [T311] there are more virtual stages than layers.
         """
         costs, head = config.layer_costs
-        return cls(stages, balanced(costs, stages * chunks, last=head))
+        return cls(stages, _balanced(tuple(costs), stages * chunks, head))
 
     @property
     def chunks(self) -> int:
@@ -124,6 +125,11 @@ class StageSplit:
             return rows
         numbers = self.numbers.reshape(-1)
         return rows[np.flatnonzero(numbers < self.num_layers)]
+
+
+@cache
+def _balanced(costs: tuple[float, ...], parts: int, head: float) -> tuple[range, ...]:
+    return balanced(costs, parts, last=head)
 
 
 def split_of(mesh: Mesh | None, config: Any, chunks: int) -> StageSplit | None:

@@ -63,7 +63,7 @@ class StepCollectives:
         self.sizes = {name: size for name, size in layout.mesh if size > 1}
         self._item = 2 if self.work.matmul_dtype != "float32" else _F32
         # Sequences of a microbatch on one device.
-        self._share = layout.micro_batch_size / device.place.size("context")
+        self._share = layout.micro_batch_size / device.size("context")
         self._layered = self.work.layered()
         products = {each.path for each in self.work.products}
         looked_up = {each.path for each in self.work.lookups}

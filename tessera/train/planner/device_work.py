@@ -94,6 +94,7 @@ class DeviceWork:
         self.axes = cache(self._axes)
         self.split = cache(self._split)
         self.scalars = cache(self._scalars)
+        self.size = cache(place.size)
 
     def _axes(self, names: tuple[str | None, ...]) -> list[str]:
         """The axes that shard dims, by their logical names."""
@@ -122,7 +123,7 @@ class DeviceWork:
           sequences: Of the microbatch in one data-parallel group.
           policy: Of rematerialization, one of those of the workload.
         """
-        share = sequences / self.place.size("context")
+        share = sequences / self.size("context")
         again = self.work.recomputed[policy]
         layers, ends = self._products(share, True), self._products(share, False)
         inner = self._inner(share)
@@ -186,7 +187,7 @@ class DeviceWork:
                 rows, inner, outer = self.local_dims(product)
                 numbers = product.times * rows * matrices * (inner + outer)
                 nbytes += self._itemsize * numbers
-        share = sequences / self.place.size("context")
+        share = sequences / self.size("context")
         return share * nbytes / self.work.num_layers
 
     def _matmul(
@@ -272,7 +273,7 @@ class DeviceWork:
     @cached_property
     def _residual_split(self) -> int:
         """Shards of the residual stream over ``tp``, by sequence parallelism."""
-        return self.place.size("sequence") // self.place.size("context")
+        return self.size("sequence") // self.size("context")
 
     def kept_bytes(self, sequences: float, policy: str) -> float:
         """What one device keeps of a microbatch for its backward pass.
@@ -281,7 +282,7 @@ class DeviceWork:
           sequences: As for ``compute``.
           policy: As for ``compute``.
         """
-        share = sequences / self.place.size("context")
+        share = sequences / self.size("context")
         again = self.work.recomputed[policy]
         kept = again.kept_bytes * self.copied_share
         if again.products:  # inputs of layers are kept, and results of some products

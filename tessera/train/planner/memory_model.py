@@ -9,10 +9,8 @@ differentiated, so are the layer's own results and the gradients so far.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
-from tessera.graph.pipelining import Slots, allocate, schedule
 from tessera.ops.linear_loss_chunks import chunk_rows
 from tessera.targets.machine import Machine
 from tessera.train.planner.device_work import DeviceWork
@@ -123,12 +121,12 @@ def _moments(
     sums = gradients if layout.microbatches > 1 else 0.0
     if layout.schedule:
         inputs = whole and sum(each.nbytes for each in work.lookups)
-        share = layout.micro_batch_size / device.place.size("context")
-        slots = _slots(layout)
+        share = layout.micro_batch_size / device.size("context")
+        of_inputs, of_residuals, of_splits = slots_of(layout)
         # The ring buffers, and what a tick writes to them or has read.
-        kept *= slots.residual_slots + 1
-        kept += (slots.input_slots + 2) * inputs * share
-        kept += slots.weight_slots * _weight_residuals(device, layout)
+        kept *= of_residuals + 1
+        kept += (of_inputs + 2) * inputs * share
+        kept += of_splits * _weight_residuals(device, layout)
         sums += trained  # those of a tick
     if layout.gather == "step":
         # A copy of a stage's weights, and two of tables in f32: one is a branch's.
@@ -150,21 +148,19 @@ def _moments(
     )
 
 
-def _slots(layout: Layout) -> Slots:
-    """The ring buffers of a layout's pipeline."""
-    stages = layout.sizes["pp"]
-    count, chunks = layout.microbatches, layout.chunks if layout.chunks > 1 else None
-    if layout.schedule != "gpipe":  # more need no more slots
-        count = min(count, 4 * stages)
-    return _slots_of(layout.schedule, stages, count, chunks, layout.recomputes_stages)
+def slots_of(layout: Layout) -> tuple[int, int, int]:
+    """Slots of a pipeline's buffers: of inputs, of residuals, of split backwards.
 
-
-@cache
-def _slots_of(
-    name: str, stages: int, microbatches: int, chunks: int | None, recomputes: bool
-) -> Slots:
-    table = schedule(name, stages, microbatches, chunks)
-    return allocate(table, recomputes=recomputes)
+    In the stages of ``layout.chunks`` parts each, as ``buffer_slots.py`` counts them.
+    """
+    stages, count, chunks = layout.sizes["pp"], layout.microbatches, layout.chunks
+    splits = min(count, stages) if layout.schedule == "zero_bubble" else 0
+    if layout.schedule == "gpipe":
+        return count, (0 if layout.recomputes_stages else count + 1), splits
+    waiting = min(count * chunks + 1, (chunks + 1) * stages - 1)
+    if layout.recomputes_stages:
+        return max(waiting - 2, 1), 0, splits
+    return 1, waiting, splits
 
 
 def _weight_residuals(device: DeviceWork, layout: Layout) -> float:
@@ -184,7 +180,7 @@ def _weight_residuals(device: DeviceWork, layout: Layout) -> float:
         if each.path in work.layered():
             rows, inner, outer = device.local_dims(each)
             numbers += each.times * rows * (inner + outer)
-    share = layout.micro_batch_size / device.place.size("context")
+    share = layout.micro_batch_size / device.size("context")
     return item * numbers * share * device.stage_share
 
 
@@ -201,11 +197,12 @@ def _ends(device: DeviceWork, layout: Layout) -> tuple[float, float, float, floa
             tables += local * item
             trained += local * _F32 * each.is_trained
     tokens = layout.micro_batch_size * device.work.sequence_length
-    tokens /= device.place.size("context")
+    tokens /= device.size("context")
+    layered = device.work.layered()
     widths = [
         each.outer / device.split(each.outer_names)
         for each in device.work.products
-        if each.path not in device.work.layered()
+        if each.path not in layered
     ]
     width, platform = max(widths, default=0.0), device.machine.platform
     if layout.loss_chunk == "auto" and width:

@@ -54,7 +54,7 @@ class Phases:
             model.decoding(None), RecomputedDecoding
         )
         self._width = 4 if self.work.matmul_dtype == "float32" else 2
-        self._parts = self.device.place.size("batch")
+        self._parts = self.device.size("batch")
         self._slots = math.ceil(config.grpo.slots / self._parts)
 
     def seconds(self, of: Callable[[Calls], float]) -> dict[str, float]:
@@ -132,7 +132,7 @@ class Phases:
         # Each dispatch begins with the weights as matmuls take them.
         moved = 2 * self._weights() / machine.memory_rate
         begin = of(self._gather()) + moved + machine.overhead["step"]
-        context = self.device.place.size("context")  # whose devices have whole rows
+        context = self.device.size("context")  # whose devices have whole rows
         distinct = rows / grpo.group_size * prompt
         prefill = self._forward(of, distinct * context)
         prefill += math.ceil(distinct / FILL) * begin

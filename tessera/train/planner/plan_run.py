@@ -29,6 +29,7 @@ def plan_run(
     words: Sequence[str],
     *,
     modules: Sequence[str] = (),
+    rows: int = 0,
     note: Callable[[str], object] = str,
 ) -> Answer:
     """The best layouts for the run of a command line, on its ``runtime.target``.
@@ -36,6 +37,7 @@ def plan_run(
     Args:
       words: As of ``tessera train``. What they set is not searched.
       modules: Those that register models; imported first.
+      rows: How many layouts to rank, 40 at least.
       note: Called with a line of what is going on.
 
     Raises:
@@ -52,7 +54,7 @@ def plan_run(
     axes = tuple(axis for axis in AXES if axis != "ep" or has_experts)
     space = replace(space, axes=axes, can_offload=target.machine.platform != "cpu")
     note("ranking layouts")
-    found = search(space, model)
+    found = search(space, model, rows)
     if not found.best:
         raise _nothing_fits(found, target)
     flags = [f"--module={module}" for module in modules]

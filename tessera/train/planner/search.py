@@ -7,6 +7,7 @@ their axes first; then all orders of the best ones are, as they lie on the links
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -14,7 +15,7 @@ from typing import Final
 from tessera.errors import TesseraError
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.layout_legality import Legality
-from tessera.train.planner.memory_model import is_safe
+from tessera.train.planner.memory_model import MemoryEstimate, is_safe
 from tessera.train.planner.search_space import MOST_MICROBATCHES, Sizes, Space
 from tessera.train.planner.step_time import Prediction, StepModel
 
@@ -44,11 +45,12 @@ class SearchResult:
     """What a search has found.
 
     Attributes:
-      best: Layouts that fit, fastest first.
+      best: Layouts that fit, fastest first; those that are slower than as many as were
+        asked for are left out.
       smallest: The least memory of a layout, whether it fits or not, and that layout.
       looked_at: Layouts whose time or memory was predicted.
       too_large: Of these, how many do not fit.
-      rejected: How many meshes or schedules are not legal, by the code and the headline
+      rejected: How many meshes or layouts are not legal, by the code and the headline
         of the error.
       example: An error for each of these.
     """
@@ -61,32 +63,91 @@ class SearchResult:
     example: dict[tuple[str, str], TesseraError] = field(default_factory=dict)
 
 
-def search(space: Space, model: StepModel) -> SearchResult:
-    """The layouts of a space, ranked.
+def search(space: Space, model: StepModel, most: int = 0) -> SearchResult:
+    """The best layouts of a space, ranked.
 
     Args:
       space: What may be chosen.
       model: Predicts steps on the target.
+      most: How many layouts that surely fit to rank, 40 at least; with them all that
+        are as fast. Meshes are left out of which no layout can be.
     """
-    return _Search(space, model).run()
+    return _Search(space, model, max(most, _BEST)).run()
 
 
 class _Search:
-    def __init__(self, space: Space, model: StepModel) -> None:
+    def __init__(self, space: Space, model: StepModel, most: int) -> None:
         self.space, self.model, self.found = space, model, SearchResult()
         self.legality = Legality(space.config)
         self.capacity = model.target.machine.memory_bytes
         self.fitting: list[Candidate] = []
+        self.most = most
 
     def run(self) -> SearchResult:
-        for mesh in self.space.meshes(self.model.target.num_devices):
+        meshes = [*self.space.meshes(self.model.target.num_devices)]
+        least = {mesh: self._least_seconds(mesh) for mesh in meshes}
+        safe: list[float] = []
+        slowest = math.inf
+        for mesh in sorted(meshes, key=least.__getitem__):
+            if math.isinf(least[mesh]) or least[mesh] > slowest:
+                break
+            before = len(self.fitting)
             self._look_at(mesh)
+            ranked = _distinct(sorted(self.fitting[before:], key=_seconds))
+            safe += [each.prediction.seconds for each in ranked if each.is_safe]
+            safe = sorted(safe)[: self.most]
+            slowest = safe[-1] if len(safe) == self.most else slowest
+        order = {mesh: number for number, mesh in enumerate(meshes)}
+        self.fitting.sort(key=lambda each: order[each.layout.mesh])
         best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)
         if "model.mesh_shape" not in self.space.pinned:
             for candidate in best:
                 self._reorder(candidate.layout)
-        self.found.best = _distinct(sorted(self.fitting, key=_seconds))
+        ranked = _distinct(sorted(self.fitting, key=_seconds))
+        self.found.best = [each for each in ranked if _seconds(each)[0] <= slowest]
         return self.found
+
+    def _least_seconds(self, mesh: Sizes) -> float:
+        """What no layout with a mesh is faster than; infinite if none is legal or fits.
+
+        By the policies of rematerialization of which any fits.
+        """
+        try:
+            sizes = self.space.micro_batch_sizes(mesh)
+        except TesseraError as error:
+            self._reject(error)
+            return math.inf
+        if problem := self.legality.model_problem(Layout(mesh, 1, 1)):
+            self._reject(problem)
+            return math.inf
+        layouts = [
+            each
+            for each in self.space.layouts(mesh, sizes[0])
+            if not self.legality.model_problem(each)
+        ]
+        # Those that come first take least memory and padding: one chunk, and stages
+        # that gather in each microbatch.
+        kinds = {(e.chunks, e.sequence_parallel): e for e in reversed(layouts)}.values()
+        variants = [each for kind in kinds for each in self.space.variants(kind)]
+        policies = dict.fromkeys(str(each.remat) for each in variants)
+        while policies and not self._may_fit(
+            [each for each in variants if str(each.remat) == next(iter(policies))]
+        ):
+            del policies[next(iter(policies))]
+        if not policies:
+            return math.inf
+        share = self.space.share(mesh)
+        compute = min(
+            self.model.device_work(each)[0].compute(share, policy).total
+            for each in {each.sequence_parallel: each for each in kinds}.values()
+            for policy in policies
+        )
+        remat, stages = next(iter(policies)), {each.zero_stage for each in variants}
+        return min(
+            self.model.least_seconds(replace(each, remat=remat, zero_stage=of), compute)
+            for each in {each.gather: each for each in reversed(layouts)}.values()
+            for of in stages
+        )
 
     def _reorder(self, layout: Layout) -> None:
         """Predict orders of the axes that lie on the links in ways of their own."""
@@ -103,14 +164,7 @@ class _Search:
         not fit. More microbatches than the bubble of a pipeline calls for are looked at
         only where fewer do not fit.
         """
-        try:
-            sizes = self.space.micro_batch_sizes(mesh)
-        except TesseraError as error:
-            self._reject(error)
-            return
-        if problem := self.legality.model_problem(Layout(mesh, 1, 1)):
-            self._reject(problem)
-            return
+        sizes = self.space.micro_batch_sizes(mesh)
         most = MOST_MICROBATCHES * dict(mesh).get("pp", self.space.global_batch_size)
         share = self.space.share(mesh)
         few = [size for size in sizes if share // size <= most] or sizes[-1:]
@@ -138,36 +192,54 @@ class _Search:
         What saves memory takes time. So no policy is looked at that computes more again
         than one that fits, unless the latter needs ZeRO to send more than without.
         """
+        if problem := self.legality.model_problem(layout):
+            self._reject(problem)
+            return
+        variants = [*self.space.variants(layout)]
+        if not self._may_fit(variants):
+            return
         last = layout.loss_chunk, layout.offload
         safe: Layout | None = None
-        for variant in self.space.variants(layout):
+        for variant in variants:
             is_last = (variant.loss_chunk, variant.offload) != last
             if safe and (safe.zero_stage <= _FREE_ZERO or is_last):
                 return
             if safe and variant.remat == safe.remat:
                 continue
-            problem = self.legality.problem(variant)
-            if problem is not None:
-                self._reject(problem)
-                continue
             candidate = self._candidate(variant)
             if candidate is not None and candidate.is_safe:
                 safe = variant
 
+    def _may_fit(self, variants: list[Layout]) -> bool:
+        """Whether any variant fits; the later stages of ZeRO take the less memory."""
+        most = max(variant.zero_stage for variant in variants)
+        least = [variant for variant in variants if variant.zero_stage == most]
+        return any(self._memory(variant) is not None for variant in reversed(least))
+
     def _candidate(self, layout: Layout) -> Candidate | None:
         """A legal layout and its prediction, if it fits."""
-        self.found.looked_at += 1
-        nbytes = self.model.memory(layout).total
-        smallest = self.found.smallest
-        if smallest is None or nbytes < smallest[0]:
-            self.found.smallest = nbytes, layout
-        if nbytes > self.capacity:
-            self.found.too_large += 1
+        memory = self._memory(layout)
+        if memory is None:
             return None
-        safe = is_safe(nbytes, self.model.target.machine)
-        candidate = Candidate(layout, self.model.predict(layout), safe)
+        if problem := self.legality.problem(layout):
+            self._reject(problem)
+            return None
+        safe = is_safe(memory.total, self.model.target.machine)
+        candidate = Candidate(layout, self.model.predict(layout, memory), safe)
         self.fitting.append(candidate)
         return candidate
+
+    def _memory(self, layout: Layout) -> MemoryEstimate | None:
+        """The memory of a layout, if it fits."""
+        self.found.looked_at += 1
+        memory = self.model.memory(layout)
+        if memory.total <= self.capacity:
+            return memory
+        self.found.too_large += 1
+        least, _ = self.found.smallest or (math.inf, layout)
+        if memory.total < least and self.legality.problem(layout) is None:
+            self.found.smallest = memory.total, layout
+        return None
 
 
 def _seconds(candidate: Candidate) -> tuple[float, int]:

@@ -7,25 +7,29 @@ operations and steps. Each is the work of ``DeviceWork`` and ``StepCollectives``
 rates of the target, whose file has the source of every figure.
 """
 
+import math
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from tessera.errors import PlanError
-from tessera.graph.pipelining import Kind, Schedule, schedule
 from tessera.mesh import Mesh
 from tessera.targets.device_layout import device_grid
+from tessera.targets.link_routes import domain
 from tessera.targets.link_times import Span, collective_seconds, span
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.post_training_config import NEXT_TOKEN
 from tessera.train.config.run_config import Config
 from tessera.train.models.model import Model
 from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
+from tessera.train.planner.lockstep import Lockstep
 from tessera.train.planner.memory_model import MemoryEstimate, memory_of
 from tessera.train.planner.phases import Phases
 from tessera.train.planner.search_space import REMAT
@@ -74,7 +78,7 @@ class StepModel:
         self.config, self.work, self.target = config, work, target
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
-        self._schedule_of = cache(schedule)
+        self._lockstep_of = cache(Lockstep.of)
         self._grid_of = cache(partial(device_grid, target))
 
     @classmethod
@@ -99,28 +103,44 @@ class StepModel:
         policies = REMAT if remat in REMAT else (*REMAT, remat)
         return cls(config, workload(config, target, policies), target)
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(
+        self, layout: Layout, memory: MemoryEstimate | None = None
+    ) -> Prediction:
         """What a step takes, and where.
 
         Args:
           layout: A legal one: nothing is checked here.
+          memory: Of this layout, where it is known.
         """
-        return _Prediction(self, layout).prediction()
+        return _Prediction(self, layout).prediction(memory or self.memory(layout))
 
-    def schedule(self, layout: Layout) -> Schedule:
-        """The schedule of a layout with a pipeline.
+    def least_seconds(self, layout: Layout, compute: float) -> float:
+        """What no layout with this mesh, ZeRO stage and ``gather`` is faster than.
 
-        Raises:
-          PipelineSizeError: [T311] there is none of these sizes.
+        As if a step had one microbatch, which computes and sends least, and no stage of
+        a pipeline waited for another.
+
+        Args:
+          layout: A legal one, with the policy that computes least again.
+          compute: At most the seconds in which one device of it without stages
+            computes all microbatches, as one.
         """
-        chunks = layout.chunks if layout.chunks > 1 else None
-        stages = layout.sizes["pp"]
-        return self._schedule_of(layout.schedule, stages, layout.microbatches, chunks)
+        share = layout.micro_batch_size * layout.microbatches
+        whole = replace(layout, micro_batch_size=share, microbatches=1)
+        return _Prediction(self, whole).least_seconds(compute)
+
+    def lockstep(self, layout: Layout) -> Lockstep:
+        """The ticks of a layout with a pipeline."""
+        stages, chunks = layout.sizes["pp"], layout.chunks
+        return self._lockstep_of(layout.schedule, stages, layout.microbatches, chunks)
 
     def memory(self, layout: Layout) -> MemoryEstimate:
         """The memory of one device, by what takes it."""
+        device, _ = self.device_work(layout)
+        found = memory_of(device, layout)
+        if self.config.training.objective == NEXT_TOKEN:
+            return found
         phases = self.phases(layout)
-        found = memory_of(phases.device, layout)
         copy = found.parameters if phases.has_copy else 0.0
         return replace(found, reference=copy, rollout=phases.rollout_bytes())
 
@@ -142,7 +162,7 @@ class StepModel:
         self, mesh: tuple[tuple[str, int], ...], chunks: int, sequence: bool
     ) -> tuple[DeviceWork, Model]:
         layout = Layout(mesh, 1, 1, chunks=chunks, sequence_parallel=sequence)
-        placed = Mesh([n for n, _ in mesh], shape=[s for _, s in mesh])
+        placed = Mesh.from_shape([[s for _, s in mesh], [n for n, _ in mesh]])
         model = build_model(layout.applied(self.config), placed)
         place = model.place(placed)
         return DeviceWork(self.work, place, self.target.machine, model.split), model
@@ -156,9 +176,14 @@ class StepModel:
 
     def _span(self, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Span:
         sizes = tuple(size for _, size in mesh)
-        ids = np.reshape(self._grid_of(sizes), sizes)
         place = tuple(slice(None) if name in axes else 0 for name, _ in mesh)
-        return span(self.target, [int(each) for each in np.ravel(ids[place])])
+        if self.target.machine.is_torus:
+            ids = np.reshape(self._grid_of(sizes), sizes)
+            return span(self.target, [int(each) for each in np.ravel(ids[place])])
+        # In row-major order the domain of its first device has the most of a group.
+        group = np.arange(math.prod(sizes)).reshape(sizes)[place].flat
+        inside = takewhile(lambda each: not domain(self.target, int(each)), group)
+        return Span(len(group), len([*inside]))
 
 
 class _Prediction:
@@ -170,11 +195,14 @@ class _Prediction:
         self.device, self.built = model.device_work(layout)
         sync = model.config.training.sync_gradients_every
         self.comms = StepCollectives(self.device, layout, sync)
-        self.compute: PassSeconds = self.device.compute(
-            layout.micro_batch_size, str(layout.remat)
-        )
 
-    def prediction(self) -> Prediction:
+    @cached_property
+    def compute(self) -> PassSeconds:
+        """Seconds of one microbatch."""
+        layout = self.layout
+        return self.device.compute(layout.micro_batch_size, str(layout.remat))
+
+    def prediction(self, memory: MemoryEstimate) -> Prediction:
         layout, machine = self.layout, self.machine
         zero = layout.sizes.get("dp", 1)
         update = self.device.optimizer_seconds(zero if layout.zero_stage else 1)
@@ -183,7 +211,6 @@ class _Prediction:
             compute, exposed, bubble = self._pipelined()
         else:
             compute, exposed, bubble = self._accumulated()
-        memory = self.model.memory(layout)
         moved = 2 * memory.on_host / HOST_BANDWIDTH  # there and back
         return Prediction(
             compute=compute + update,
@@ -192,8 +219,22 @@ class _Prediction:
             overhead=machine.overhead["step"] + self._allocation() + moved,
             memory_bytes=round(memory.total),
             flops=self.model.work.flops * layout.global_batch_size,
-            phases=self.model.phases(layout).seconds(self._seconds),
+            phases=self._phases(),
         )
+
+    def least_seconds(self, compute: float) -> float:
+        """See ``StepModel``."""
+        sizes, zero = self.layout.sizes, self.layout.zero_stage
+        shards = sizes.get("dp", 1) if zero else 1
+        sent = self._exposed(self.comms.of_microbatch(), compute)
+        once = self._exposed(self.comms.of_step(), compute)
+        once += self.device.optimizer_seconds(shards) + self.machine.overhead["step"]
+        return (compute + sent) / sizes.get("pp", 1) + once
+
+    def _phases(self) -> dict[str, float]:
+        if self.model.config.training.objective == NEXT_TOKEN:
+            return {}
+        return self.model.phases(self.layout).seconds(self._seconds)
 
     def _allocation(self) -> float:
         """Seconds in which a CPU gets the pages of what a microbatch keeps."""
@@ -231,7 +272,7 @@ class _Prediction:
     def _pipelined(self) -> tuple[float, float, float]:
         """The same for a pipeline, whose devices go in lock-step from tick to tick."""
         layout, compute = self.layout, self.compute
-        table = self.model.schedule(layout)
+        table = self.model.lockstep(layout)
         shares, ends = self._stages(table)
         transfers = self.comms.of_microbatch()
         layers = compute.layers_forward + compute.layers_backward
@@ -247,14 +288,15 @@ class _Prediction:
             moved = 2 * self._kept() * shares / self.machine.memory_rate
             forward, backward = forward + moved, backward + moved
         count, stages = layout.microbatches, table.stages
-        busy = _lockstep(table, forward, backward)
-        all_time = _lockstep(table, forward + sent / 3, backward + 2 * sent / 3)
+        of_ticks = partial(table.seconds, recomputes=layout.recomputes_stages)
+        busy = of_ticks(forward, backward)
+        all_time = of_ticks(forward + sent / 3, backward + 2 * sent / 3)
         passed_on = sum(self._seconds(each) for each in self.comms.of_tick())
         work = count * float(np.sum(forward + backward)) / stages
         exposed = all_time - busy + passed_on * table.ticks
         return work, exposed, max(busy - work, 0.0)
 
-    def _stages(self, table: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    def _stages(self, table: Lockstep) -> tuple[np.ndarray, np.ndarray]:
         """The share of each stage in the layers' time, and in that of the ends."""
         ends = np.zeros(table.stages)
         ends[-1] = 1.0
@@ -266,19 +308,3 @@ class _Prediction:
         for stage, layers in enumerate(split.layers):
             shares[stage % table.stages] += sum(costs[layer] for layer in layers)
         return shares / sum(costs), ends
-
-
-def _lockstep(table: Schedule, forward: np.ndarray, backward: np.ndarray) -> float:
-    """Seconds of a schedule in whose ticks all stages wait for the slowest.
-
-    Args:
-      table: The schedule.
-      forward: Seconds of the forward pass of each stage.
-      backward: The same for the backward pass, of which W has the half where it is
-        apart, after another forward pass.
-    """
-    prices: dict[Kind, np.ndarray] = {"F": forward, "B": backward}
-    if table.splits_backward:
-        prices["B"] = prices["W"] = (backward + forward) / 2
-    costs = [(table.table(kind)[..., 0] >= 0) * prices[kind] for kind in prices]
-    return float(np.sum(costs, axis=0).max(axis=1).sum()) / table.chunks

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the planner expects of a step, against counts and against compiled programs."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tessera.analysis.flops import count
 from tessera.foundations.config_files import configs_dir
 from tessera.mesh import Mesh
+from tessera.targets.link_times import span
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.config.run_config import Config
@@ -315,3 +318,17 @@ def test_the_state_is_that_of_the_compiled_step(layout):
     """Arguments are the state, a batch of integers and some counters."""
     arguments = compiled(layout).memory.arguments
     assert model().memory(layout).state == pytest.approx(arguments, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["h100:3x4", "gb200_nvl72:36x4"])
+def test_groups_lie_on_the_links_as_their_devices_do(name):
+    target = Target.parse(name)
+    step = StepModel(config(), model().work, target)
+    for mesh in [(("a", 3), ("b", 2), ("c", 2)), (("a", 2), ("b", 6), ("c", 12))]:
+        sizes = [size for _, size in mesh]
+        if math.prod(sizes) != target.num_devices:
+            continue
+        ids = np.arange(target.num_devices).reshape(sizes)
+        for axes in [("a",), ("b",), ("c",), ("a", "c"), ("b", "c"), ("a", "b", "c")]:
+            at = tuple(slice(None) if axis in axes else 0 for axis, _ in mesh)
+            assert step._span(mesh, axes) == span(target, ids[at].ravel().tolist())
