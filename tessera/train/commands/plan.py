@@ -39,7 +39,21 @@ def _parser() -> ArgumentParser:
     add("--module", action="append", default=[], help="imported first; repeatable")
     add("--rows", type=_count, default=10, metavar="N", help="layouts to show")
     add("--json", type=Path, metavar="FILE", help="write everything here")
+    add(
+        "--goodput",
+        nargs=2,
+        type=_positive,
+        metavar=("BYTES/S", "SECONDS"),
+        help="of a run that failures interrupt: the rate at which all hosts together "
+        "write a checkpoint, and the time from a failure to the next step",
+    )
     return parser
+
+
+def _positive(text: str) -> float:
+    if not 0 < (number := float(text)) < float("inf"):
+        raise ValueError
+    return number
 
 
 def _count(text: str) -> int:
@@ -64,4 +78,7 @@ def _plan(options: Namespace) -> str:
     )
     if options.json is not None:
         options.json.write_text(json.dumps(answer.as_json(), indent=2) + "\n")
-    return f"{answer.as_text(options.rows)}\n"
+    text = f"{answer.as_text(options.rows)}\n"
+    if options.goodput is not None:
+        text += f"\n{answer.goodput_text(*options.goodput)}\n"
+    return text

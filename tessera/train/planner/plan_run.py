@@ -29,7 +29,7 @@ def plan_run(
     words: Sequence[str],
     *,
     modules: Sequence[str] = (),
-    rows: int = 0,
+    rows: int = 10,
     note: Callable[[str], object] = str,
 ) -> Answer:
     """The best layouts for the run of a command line, on its ``runtime.target``.
@@ -37,7 +37,7 @@ def plan_run(
     Args:
       words: As of ``tessera train``. What they set is not searched.
       modules: Those that register models; imported first.
-      rows: How many layouts to rank, 40 at least.
+      rows: How many layouts to rank at least, where as many fit.
       note: Called with a line of what is going on.
 
     Raises:
@@ -58,7 +58,8 @@ def plan_run(
     if not found.best:
         raise _nothing_fits(found, target)
     flags = [f"--module={module}" for module in modules]
-    return Answer(target, space, (*flags, *_line(words, space)), found)
+    line = (*flags, *_line(words, space))
+    return Answer(target, space, line, found, model.work.state_bytes)
 
 
 def _asked(

@@ -19,7 +19,7 @@ from tessera.train.planner.memory_model import MemoryEstimate, is_safe
 from tessera.train.planner.search_space import MOST_MICROBATCHES, Sizes, Space
 from tessera.train.planner.step_time import Prediction, StepModel
 
-# Layouts whose orders of axes are all looked at, and that are kept.
+# Layouts whose orders of axes are all looked at.
 _BEST: Final = 40
 # Stages of ZeRO up to this one send no more than an all-reduce of the gradients.
 _FREE_ZERO: Final = 1
@@ -63,16 +63,16 @@ class SearchResult:
     example: dict[tuple[str, str], TesseraError] = field(default_factory=dict)
 
 
-def search(space: Space, model: StepModel, most: int = 0) -> SearchResult:
+def search(space: Space, model: StepModel, most: int = 10) -> SearchResult:
     """The best layouts of a space, ranked.
 
     Args:
       space: What may be chosen.
       model: Predicts steps on the target.
-      most: How many layouts that surely fit to rank, 40 at least; with them all that
-        are as fast. Meshes are left out of which no layout can be.
+      most: How many layouts that surely fit to rank; with them all that are as fast.
+        Meshes are left out of which no layout can be.
     """
-    return _Search(space, model, max(most, _BEST)).run()
+    return _Search(space, model, max(most, 1)).run()
 
 
 class _Search:
@@ -86,8 +86,7 @@ class _Search:
     def run(self) -> SearchResult:
         meshes = [*self.space.meshes(self.model.target.num_devices)]
         least = {mesh: self._least_seconds(mesh) for mesh in meshes}
-        safe: list[float] = []
-        slowest = math.inf
+        slowest, safe = math.inf, list[float]()
         for mesh in sorted(meshes, key=least.__getitem__):
             if math.isinf(least[mesh]) or least[mesh] > slowest:
                 break
@@ -96,7 +95,9 @@ class _Search:
             ranked = _distinct(sorted(self.fitting[before:], key=_seconds))
             safe += [each.prediction.seconds for each in ranked if each.is_safe]
             safe = sorted(safe)[: self.most]
-            slowest = safe[-1] if len(safe) == self.most else slowest
+            if len(safe) == self.most and len(self.fitting) >= _BEST:
+                fastest = heapq.nsmallest(_BEST, map(_seconds, self.fitting))
+                slowest = max(safe[-1], fastest[-1][0])
         order = {mesh: number for number, mesh in enumerate(meshes)}
         self.fitting.sort(key=lambda each: order[each.layout.mesh])
         best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)

@@ -132,6 +132,11 @@ class Workload:
         """Names of the parameters that have gradients."""
         return {each.path for each in self.parameters if each.is_trained}
 
+    @property
+    def state_bytes(self) -> float:
+        """Of the parameters and the optimizer's state, which checkpoints have."""
+        return sum(e.size * (e.itemsize + e.state_bytes) for e in self.parameters)
+
     def layered(self) -> set[str]:
         """Names of the parameters that layers have parts of."""
         return {each.path for each in self.parameters if each.is_layered}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tessera.analysis.memory import format_bytes
 from tessera.errors import (
     OutputPathError,
     PlanError,
@@ -205,3 +206,17 @@ def test_a_registered_model_is_planned_with_what_it_takes(monkeypatch):
     line = shlex.split(found.command(found.best.layout))
     assert line[2:4] == ["--module=own_decoder", "model=Decoder"]
     assert compose(line[3:], configs_dir()).config.model.num_devices == 2
+
+
+def test_the_goodput_is_that_of_the_best_layout(answer, work):
+    assert answer.state_bytes == sum(12 * each.size for each in work.parameters)
+    text = answer.goodput_text(write_rate=1e9, restart=300)
+    assert text.startswith("goodput 100.0%, were failures those of Llama 3 (419 in 54 ")
+    assert f": {format_bytes(round(answer.state_bytes))}, complete after" in text
+
+
+def test_the_command_shows_the_goodput_it_is_asked_for(traced_before, capsys):
+    assert main(["--goodput", "2e9", "300", "--rows=1", *WORDS]) == 0
+    assert "\ngoodput 100.0%" in capsys.readouterr().out
+    assert main(["--goodput", "0", "300", *WORDS]) == 2
+    assert "T502" in capsys.readouterr().err
