@@ -3,7 +3,6 @@
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from jax.sharding import NamedSharding
 from tessera.annotations import argument_names, signature_of
 from tessera.debug.intermediates import Site, intermediates
 from tessera.errors import ParameterTreeError
+from tessera.foundations.tree import named_leaves
 from tessera.graph.compile_stages import Compiled, Traced
 from tessera.graph.function import Function
 from tessera.graph.ir import Value
@@ -99,13 +99,13 @@ def _function_for(mesh: Mesh, step: Callable[..., Any]) -> Function:
 
 def _parameters(owner: Function, traced: Traced) -> tuple[Any, ...]:
     """The parameters: the owner's arrays, or arrays initialized by their names."""
-    own: Any = {}
+    own: dict[str, Any] = {}
     if isinstance(owner, Step):
         with suppress(ParameterTreeError):  # it was never traced
-            own = owner.params
+            own = named_leaves(owner.params)
     arrays = []
     for name, declared in traced.origin.parameters.items():
-        leaf = functools.reduce(operator.getitem, name.split("/"), own) if own else None
+        leaf = own.get(name)
         is_array = isinstance(leaf, jax.Array)
         arrays.append(_on_host(leaf) if is_array else jnp.asarray(declared))
     return tuple(arrays)

@@ -64,22 +64,14 @@ def check_processes(call: Call, traced: Traced) -> None:
 
 def _local_values(call: Call, traced: Traced) -> Iterator[tuple[str, str]]:
     """The names of the values that only this process has, with what they are."""
-    for argument in call.arguments:
-        statics = dict(argument.statics)
-        arrays = iter(argument.leaves)
-        for index, name in enumerate(argument.leaf_names):
-            static = statics.get(index)
-            if static is None:
-                value = next(arrays).value
-            elif type(static.value) in ATOMS:
-                value = static.value
-            else:
-                continue
-            if _is_local(value):
-                yield name, _form(value)
-    for number, array in enumerate(traced.graph.captured):
-        if _is_local(array):
-            yield f"closed-over array {number}", _form(array)
+    found = [(leaf.name, leaf.value) for leaf in call.leaves]
+    for each in call.arguments:
+        found += [(each.leaf_names[i], static.value) for i, static in each.statics]
+    captured = enumerate(traced.graph.captured)
+    found += [(f"closed-over array {number}", array) for number, array in captured]
+    for name, value in found:
+        if _is_local(value):
+            yield name, _form(value)
 
 
 def _is_local(value: Any) -> bool:
