@@ -90,10 +90,8 @@ class Closure:
                 return any(np.array_equal(leaf, copy) for copy in copies)
             return id(leaf) in kept
 
-        before, self._entries = (
-            self._entries,
-            [e for e in self._entries if any(map(is_kept, _arrays(e.value)))],
-        )
+        before = self._entries
+        self._entries = [e for e in before if any(map(is_kept, _arrays(e.value)))]
         self.check()
         # Numbers and texts are a part of the program, as the trace leaves them.
         constants = [e._replace(value=e.now()) for e in before if e.is_constant]

@@ -31,12 +31,10 @@ def common_mesh(leaves: Sequence[Leaf], declared: Sequence[Owned]) -> Mesh | Non
       MeshConflictError: [T308] there is more than one.
     """
     found: dict[Mesh, list[str]] = {}
-    for name, mesh in declared:
+    of_leaves = ((leaf.name, leaf.layout and leaf.layout[0]) for leaf in leaves)
+    for name, mesh in (*declared, *of_leaves):
         if mesh is not None:
             found.setdefault(mesh, []).append(name)
-    for leaf in leaves:
-        if leaf.layout is not None:
-            found.setdefault(leaf.layout[0], []).append(leaf.name)
     places = {mesh.device_ids for mesh in found if mesh.axes != (ONE_DEVICE,)}
     found = {
         mesh: names
