@@ -45,7 +45,7 @@ def config(objective: str, loss: str = "dpo", *words: str, **grpo: Any) -> Confi
 
 @cache
 def work(objective: str) -> Workload:
-    return workload(config(objective), TARGET, ("none", "full"))
+    return workload(config(objective), TARGET, ("none", "dots", "full"))
 
 
 def model(objective: str, loss: str = "dpo", *words: str, **grpo: Any) -> StepModel:
