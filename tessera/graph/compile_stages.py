@@ -39,7 +39,10 @@ from tessera.mesh import Mesh
 from tessera.shard import DistTensor, capturing
 from tessera.targets.target import Target
 from tessera.tracing.mutable_arrays import check_captured
-from tessera.tracing.object_arguments import as_it_is, objects_split
+from tessera.tracing.object_arguments import (
+    as_it_is,
+    objects_split,
+)
 from tessera.tracing.scope import transforming
 
 if TYPE_CHECKING:

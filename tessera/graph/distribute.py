@@ -20,8 +20,18 @@ from tessera.graph.pipelines import pipeline_of_arguments
 from tessera.graph.tracer.arguments import as_names
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.graph.tracer.spmd_region import TensorParallel, spmd_function
-from tessera.graph.tracer.strategies import ExpertParallel, PipelineParallel, Strategy
-from tessera.graph.tracer.strategy_roles import BATCH, GRADIENTS, PARAMS, ROLES, STATE
+from tessera.graph.tracer.strategies import (
+    ExpertParallel,
+    PipelineParallel,
+    Strategy,
+)
+from tessera.graph.tracer.strategy_roles import (
+    BATCH,
+    GRADIENTS,
+    PARAMS,
+    ROLES,
+    STATE,
+)
 from tessera.graph.tracer.zero_owner import as_any_owner
 from tessera.mesh import AnyMesh, as_mesh
 

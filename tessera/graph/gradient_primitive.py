@@ -15,7 +15,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from tessera.errors import LossFormError, OutsideTraceError, UnconnectedGradientError
+from tessera.errors import (
+    LossFormError,
+    OutsideTraceError,
+    UnconnectedGradientError,
+)
 from tessera.foundations.tree import nest, path_name
 from tessera.jax_compat import jaxprs, traces
 from tessera.jax_compat.traces import manual_axes

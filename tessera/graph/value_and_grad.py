@@ -18,7 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import copy_p
 
-from tessera.annotations import argument_names, check_call, refuse_options, signature_of
+from tessera.annotations import (
+    argument_names,
+    check_call,
+    refuse_options,
+    signature_of,
+)
 from tessera.errors import ArgumentError, did_you_mean
 from tessera.foundations.tree import partition
 from tessera.graph.differentiation import differentiated

@@ -10,7 +10,13 @@ from tessera.analysis.ledger import HasText
 from tessera.analysis.slice_programs import program_of
 from tessera.analysis.source_lines import user_line
 from tessera.analysis.timeline.operation_times import clock_hz
-from tessera.analysis.timeline.schedule import COPY, HOST, Compute, TimedSteps, Transfer
+from tessera.analysis.timeline.schedule import (
+    COPY,
+    HOST,
+    Compute,
+    TimedSteps,
+    Transfer,
+)
 from tessera.analysis.timeline.simulation import Executed, Simulation, Totals
 from tessera.analysis.timeline.timeline import Communication, Operation, Timeline
 from tessera.errors import NoTargetError

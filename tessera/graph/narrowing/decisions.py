@@ -20,7 +20,13 @@ from typing import Any, Final
 
 from tessera.graph.narrowing.candidates import find_candidates
 from tessera.graph.narrowing.frames import CallFrame, Narrow, Scalar
-from tessera.graph.narrowing.rules import CUSTOM_CALLS, PAIRWISE, Rule, is_f32, rule_of
+from tessera.graph.narrowing.rules import (
+    CUSTOM_CALLS,
+    PAIRWISE,
+    Rule,
+    is_f32,
+    rule_of,
+)
 from tessera.jax_compat import jaxprs
 from tessera.tracing.casts import AUTOCAST_DTYPES
 

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from tessera.errors import LayoutMismatchError
 from tessera.graph.tracer.static_values import ATOMS, static_key

@@ -11,13 +11,18 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import (
+    NamedSharding,
+)
 
 from tessera.annotations import Binding, bind, check_call, hints_of
 from tessera.errors import ArgumentError
 from tessera.foundations.tree import Skeleton, is_childless, path_name
 from tessera.graph.tracer.argument_leaves import TRACED, Leaf, stored_arrays
-from tessera.graph.tracer.static_values import StaticArgument, StaticValue
+from tessera.graph.tracer.static_values import (
+    StaticArgument,
+    StaticValue,
+)
 from tessera.jax_compat import jaxprs, traces
 from tessera.mesh import Mesh
 from tessera.tracing.object_arguments import STRUCTURE, Structure

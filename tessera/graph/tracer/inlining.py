@@ -19,7 +19,11 @@ from tessera.graph.tracer.declared_layouts import (
     is_number,
     output_values,
 )
-from tessera.graph.tracer.write_back import MutationTracker, check_no_alias, write_back
+from tessera.graph.tracer.write_back import (
+    MutationTracker,
+    check_no_alias,
+    write_back,
+)
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import as_array
 from tessera.tracing import scope

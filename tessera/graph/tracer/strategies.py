@@ -16,7 +16,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from tessera.analysis.memory import format_bytes
-from tessera.errors import StrategyError, TesseraWarning, UnknownAxisError, did_you_mean
+from tessera.errors import (
+    StrategyError,
+    TesseraWarning,
+    UnknownAxisError,
+    did_you_mean,
+)
 from tessera.graph.ir import Graph
 from tessera.graph.tracer.argument_leaves import Leaf
 from tessera.graph.tracer.argument_roles import updated_indices

@@ -21,7 +21,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from tessera.ops.moe.blocks import in_blocks
-from tessera.ops.moe.experts import Weights, all_to_all, batched, grouped
+from tessera.ops.moe.experts import (
+    Weights,
+    all_to_all,
+    batched,
+    grouped,
+)
 from tessera.ops.moe.routing import Routes, RoutingOptions
 from tessera.tracing import scope
 

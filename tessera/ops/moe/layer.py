@@ -20,7 +20,12 @@ from jax.sharding import PartitionSpec as P
 from tessera.jax_compat.traces import manual_axes
 from tessera.ops.moe.dropless import dropless
 from tessera.ops.moe.experts import Weights, sum_of_results
-from tessera.ops.moe.routing import RouterStatistics, RoutingOptions, route, statistics
+from tessera.ops.moe.routing import (
+    RouterStatistics,
+    RoutingOptions,
+    route,
+    statistics,
+)
 from tessera.ops.operand_layouts import map_free_axes
 from tessera.ops.wide_gradients import with_wide_gradient
 

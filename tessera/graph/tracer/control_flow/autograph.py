@@ -24,7 +24,11 @@ from tessera.graph.tracer.control_flow.conversion_state import (
     Conversion,
     open_conversion,
 )
-from tessera.graph.tracer.control_flow.user_code import is_user_code, line_of, prints
+from tessera.graph.tracer.control_flow.user_code import (
+    is_user_code,
+    line_of,
+    prints,
+)
 from tessera.jax_compat import traces
 from tessera.tracing import scope
 

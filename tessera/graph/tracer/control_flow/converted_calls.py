@@ -21,9 +21,17 @@ from typing import Any
 import jax
 
 from tessera.errors import BranchError, ControlFlowError
-from tessera.graph.tracer.control_flow import branches, loops, own_objects, printing
+from tessera.graph.tracer.control_flow import (
+    branches,
+    loops,
+    own_objects,
+    printing,
+)
 from tessera.graph.tracer.control_flow.absent_values import NotReturned
-from tessera.graph.tracer.control_flow.conversion_state import current, recorded
+from tessera.graph.tracer.control_flow.conversion_state import (
+    current,
+    recorded,
+)
 from tessera.graph.tracer.control_flow.function_source import (
     AssignsOutside,
     Unconvertible,

@@ -17,7 +17,11 @@ from typing import Any
 
 from tessera.graph.tracer.control_flow.assigned_names import assigned_names
 from tessera.graph.tracer.control_flow.function_source import Unconvertible
-from tessera.graph.tracer.control_flow.lower_jumps import PREFIX, parse_at, walk_scope
+from tessera.graph.tracer.control_flow.lower_jumps import (
+    PREFIX,
+    parse_at,
+    walk_scope,
+)
 
 # Calls of these by name depend on the function that they stand in.
 _FRAME_READERS = ("locals", "eval", "exec", "vars", "dir")

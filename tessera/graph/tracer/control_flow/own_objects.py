@@ -12,7 +12,12 @@ that was made before.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    ModuleType,
+)
 from typing import Any, Final
 
 import jax

@@ -21,7 +21,11 @@ from tessera.graph.tracer.control_flow.function_source import (
     definition_of,
 )
 from tessera.graph.tracer.control_flow.insert_operators import InsertOperators
-from tessera.graph.tracer.control_flow.lower_jumps import PREFIX, lower_jumps, parse_at
+from tessera.graph.tracer.control_flow.lower_jumps import (
+    PREFIX,
+    lower_jumps,
+    parse_at,
+)
 
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in ("annotations",))
 _lock = threading.RLock()

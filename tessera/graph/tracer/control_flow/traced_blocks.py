@@ -16,7 +16,10 @@ from tessera.graph.tracer.control_flow.block_state import (
     State,
     flattened,
 )
-from tessera.graph.tracer.control_flow.conversion_state import NEEDS_VALUE, current
+from tessera.graph.tracer.control_flow.conversion_state import (
+    NEEDS_VALUE,
+    current,
+)
 from tessera.graph.tracer.control_flow.merge_points import describe
 from tessera.graph.tracer.control_flow.user_code import line_of, user_line
 from tessera.graph.tracer.declared_layouts import is_numeric_array
