@@ -59,7 +59,7 @@ class Carry:
 
     Attributes:
       activation: The wire received from the stage before.
-      cotangent: The cotangent received from the stage after.
+      cotangent: The cotangent for the stage before, which the next tick sends.
       inputs: Ring buffer of stage inputs, until the last tick that reads them.
       cotangents: Ring buffer of cotangents, until their backward.
       residuals: Ring buffer of what a forward leaves for its backward.
@@ -141,10 +141,21 @@ class Device:
         is_split = self.schedule.splits_backward
         return list(self.own.weight_residuals.slots) if is_split else ()
 
-    def store_received(self, carry: Carry, row: Row) -> Carry:
-        """Store what the neighbors sent in the last tick, if the table has a slot."""
+    def receive(self, carry: Carry, row: Row, *, sends_back: bool) -> Carry:
+        """Store what the neighbors computed in the last tick, if the table has a slot.
+
+        Args:
+          carry: The state after the last tick.
+          row: The device's row of the table.
+          sends_back: Whether there are cotangents, which are sent here: until the
+            backward reads them, the forward runs beside.
+        """
         inputs = store(carry.inputs, carry.activation, row["receive_forward"])
-        cotangents = store(carry.cotangents, carry.cotangent, row["receive_backward"])
+        if not sends_back:
+            return replace(carry, inputs=inputs)
+        back = [(after, before) for before, after in self._next]
+        received = jax.lax.ppermute(carry.cotangent, self.axis, back)
+        cotangents = store(carry.cotangents, received, row["receive_backward"])
         return replace(carry, inputs=inputs, cotangents=cotangents)
 
     def forward(self, carry: Carry, row: Row, taken: str) -> tuple[Carry, Tree]:
@@ -281,19 +292,6 @@ class Device:
 
         sums = jax.lax.cond(number >= 0, work, _unchanged, carry.sums)
         return replace(carry, sums=sums)
-
-    def send_recv(self, carry: Carry, activation: Tree, cotangent: Tree) -> Carry:
-        """The carry with what the neighbors sent; every device takes part.
-
-        None is what no device sends in this tick.
-        """
-        if activation is not None:
-            carry = replace(carry, activation=self.send_forward(activation))
-        if cotangent is not None:
-            back = [(after, before) for before, after in self._next]
-            received = jax.lax.ppermute(cotangent, self.axis, back)
-            carry = replace(carry, cotangent=received)
-        return carry
 
     def send_forward(self, wire: Tree) -> Tree:
         """What the stage before sent, when every device sends to its next stage."""

@@ -3,8 +3,9 @@
 
 A ``jax.shard_map`` that is manual over the pipeline's mesh axis and leaves the others
 to the compiler; in it one ``lax.scan`` over the ticks of the table. In a tick a device
-does the work in its cell, each kind behind a ``lax.cond``, then sends an activation to
-the next stage and a cotangent to the one before: two ``ppermute`` s, outside of the
+does the work in its cell, each kind behind a ``lax.cond``. An activation goes to the
+next stage after the forward, beside the backward; a cotangent to the stage before at
+the beginning of the next tick, beside its forward: two ``ppermute`` s, outside of the
 conditionals, where every device takes part. Where the table has all forwards before all
 backwards, as in ``gpipe``, there is a scan for each, and one ``ppermute`` in its ticks.
 The program is as long for 64 microbatches as for 8.
@@ -19,7 +20,7 @@ Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, ar
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -183,14 +184,16 @@ def _run_ticks(device: Device) -> Gradients:
     def tick(
         taken: Mapping[Kind, str], alone: str, carry: Carry, row: Row
     ) -> tuple[Carry, None]:
-        carry, activation, cotangent = device.store_received(carry, row), None, None
+        carry = device.receive(carry, row, sends_back="B" in taken)
         if "F" in taken:
-            carry, activation = device.forward(carry, row, taken["F"])
+            carry, wire = device.forward(carry, row, taken["F"])
+            carry = replace(carry, activation=device.send_forward(wire))
         if "B" in taken:
-            carry, cotangent = device.backward(carry, row, taken["B"], alone)
+            carry, back = device.backward(carry, row, taken["B"], alone)
+            carry = replace(carry, cotangent=back)
         if "W" in taken:
             carry = device.weight_backward(carry, row, taken["W"])
-        return device.send_recv(carry, activation, cotangent), None
+        return carry, None
 
     carry, rows = device.initial_carry(), _rows(device)
     for kinds, ticks in device.schedule.phases:
