@@ -156,12 +156,7 @@ def distribute(  # noqa: PLR0913 - a mesh, and the roles of arguments
     """
     default_axis, fixed_stage = _known(strategy)
     zero_stage = _stage(strategy, fixed_stage, stage)
-    roles = {
-        PARAMS: params,
-        GRADIENTS: gradients,
-        STATE: optimizer_state,
-        BATCH: batch,
-    }
+    roles = {PARAMS: params, GRADIENTS: gradients, STATE: optimizer_state, BATCH: batch}
     axes = tuple(mesh_axes) if mesh_axes is not None else (default_axis,)
     named = as_names(experts)
     if (strategy == "expert_parallel") != bool(named):
@@ -177,32 +172,25 @@ def distribute(  # noqa: PLR0913 - a mesh, and the roles of arguments
 
     def decorate(body: Callable[..., Any]) -> Function:
         options, body = _undecorated(strategy, body)
-        declared_mesh = one_of("mesh", as_mesh(mesh), options.mesh)
-        options = replace(options, mesh=declared_mesh)
-        settings: dict[str, Any] = {
-            "name": strategy,
-            "stage": zero_stage,
-            "axes": axes,
-        }
+        options = replace(options, mesh=one_of("mesh", as_mesh(mesh), options.mesh))
+        settings: dict[str, Any] = {"name": strategy, "stage": zero_stage, "axes": axes}
         declared = _declared_roles(body, options.name, {**roles, "experts": named})
-        if strategy == "tensor_parallel":
-            settings["common"] = _common(declared)
-            split = TensorParallel(**settings, annotations=annotations_of(body))
-            return Function(
-                spmd_function(body, split), replace(options, strategy=split)
-            )
-        settings["declared"] = declared
         plan: Strategy
         match strategy:
+            case "tensor_parallel":
+                settings["common"] = _common(declared)
+                plan = TensorParallel(**settings, annotations=annotations_of(body))
+                body = spmd_function(body, plan)
             case "expert_parallel":
-                plan = ExpertParallel(**settings, experts=named)
+                plan = ExpertParallel(**settings, declared=declared, experts=named)
             case "pipeline_parallel":
-                plan = PipelineParallel(**settings)
+                plan = PipelineParallel(**settings, declared=declared)
                 body = _pipelined(body, plan)
+            case "zero_redundancy_optimizer":
+                plan = Strategy(**settings, declared=declared)
+                body = as_any_owner(body, plan)
             case _:
-                plan = Strategy(**settings)
-        if strategy == "zero_redundancy_optimizer":
-            body = as_any_owner(body, plan)
+                plan = Strategy(**settings, declared=declared)
         return Function(body, replace(options, strategy=plan))
 
     return decorate
