@@ -178,13 +178,13 @@ def test_parameters_are_not_known_before_the_step_was_traced():
 
 
 def test_a_step_is_traced_once_to_find_its_parameters_and_once_with_them(monkeypatch):
-    inputs, run = [], tracer._run
+    inputs, run = [], tracer._Tracing._run
 
-    def recorded(function, call, values, *rest, **options):
+    def recorded(tracing, values, here):
         inputs.append([value.name for value in values])
-        return run(function, call, values, *rest, **options)
+        return run(tracing, values, here)
 
-    monkeypatch.setattr(tracer, "_run", recorded)
+    monkeypatch.setattr(tracer._Tracing, "_run", recorded)
 
     @graph.training_step
     def step(x):

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.annotations import Binding
 from tessera.errors import NoMeshError, ParameterNameError
 from tessera.foundations.tree import Skeleton, partition
 from tessera.graph.gradient_primitive import unreached_parameters
@@ -240,8 +239,49 @@ class _Tracing:
         )
 
     def _run(self, values: Sequence[Value], here: scope.Scope) -> "_TraceRun":
-        donated = self.options.donate
-        return _run(self.function, self.call, values, here, self.binding, donated)
+        """Trace the function once for inputs of these types and layouts."""
+        mesh, call, binding = here.mesh, self.call, self.binding
+        run = _TraceRun(here, None, Skeleton(None, {}), as_it_is, [], {})
+        names, donate = [a.name for a in call.arguments], self.options.donate
+        is_output = output_test(call)
+
+        def flat(*arrays: Any) -> list[Any]:
+            for array, value in zip(arrays, values, strict=True):
+                if value.spec is not None and mesh is not None:
+                    scope.record_layout(array, mesh, value.spec)
+                if value.gradient is not None and mesh is not None:
+                    scope.record_layout(array, mesh, value.gradient, of_gradient=True)
+            count = len(call.leaves)
+            here.values = {
+                value.name: array
+                for value, array in zip(values[count:], arrays[count:], strict=True)
+            }
+            args, kwargs = call.rebuilt(arrays[:count])
+            watch = MutationTracker([*args, *kwargs.values()], names, donate)
+            with casts.carried_autocast():
+                result = scope.resolve_callee(self.function)(*args, **kwargs)
+            result, run.restore = split_result(result)
+            returned, run.result = partition(result, is_output)
+            returned = list(map(jnp.asarray, returned))
+            if binding.result_hint is not None:
+                run.dim_names = binding.result_dim_names(run.result.combine(returned))
+                if here.is_whole_batch:  # one microbatch has other sizes
+                    binding.check_result(run.result.combine(returned))
+            run.writes, written = watch.changes()
+            skeletons = [run.result, *(write.skeleton for write in run.writes)]
+            require_known([leaf for s in skeletons for leaf in s.statics.values()])
+            here.forget_values()
+            return [*returned, *map(jnp.asarray, written)]
+
+        _describe(flat, self.function, [value.name for value in values])
+        with (
+            hints(mesh),
+            scope.opened(here),
+            jaxprs.isolated_trace(),
+            in_types_of(mesh),
+        ):
+            run.program = jax.make_jaxpr(flat)(*(v.type_on(mesh) for v in values))
+        return run
 
     def _rows(self, graph: Graph) -> BatchRows:
         def retrace(values: Sequence[Value], here: scope.Scope) -> jaxprs.Program:
@@ -274,58 +314,6 @@ class _TraceRun:
     restore: Callable[[Any], Any]
     writes: list[Write]
     dim_names: DimNames
-
-
-def _run(
-    function: Callable[..., Any],
-    call: Call,
-    values: Sequence[Value],
-    here: scope.Scope,
-    binding: Binding,
-    donated: frozenset[str],
-) -> _TraceRun:
-    mesh = here.mesh
-    run = _TraceRun(here, None, Skeleton(None, {}), as_it_is, [], {})
-    names = [argument.name for argument in call.arguments]
-    is_output = output_test(call)
-
-    def flat(*arrays: Any) -> list[Any]:
-        for array, value in zip(arrays, values, strict=True):
-            if value.spec is not None and mesh is not None:
-                scope.record_layout(array, mesh, value.spec)
-            if value.gradient is not None and mesh is not None:
-                scope.record_layout(array, mesh, value.gradient, of_gradient=True)
-        count = len(call.leaves)
-        here.values = {
-            value.name: array
-            for value, array in zip(values[count:], arrays[count:], strict=True)
-        }
-        args, kwargs = call.rebuilt(arrays[:count])
-        watch = MutationTracker([*args, *kwargs.values()], names, donated)
-        with casts.carried_autocast():
-            result = scope.resolve_callee(function)(*args, **kwargs)
-        result, run.restore = split_result(result)
-        returned, run.result = partition(result, is_output)
-        returned = list(map(jnp.asarray, returned))
-        if binding.result_hint is not None:
-            run.dim_names = binding.result_dim_names(run.result.combine(returned))
-            if here.is_whole_batch:  # one microbatch has other sizes
-                binding.check_result(run.result.combine(returned))
-        run.writes, written = watch.changes()
-        skeletons = [run.result, *(write.skeleton for write in run.writes)]
-        require_known([leaf for s in skeletons for leaf in s.statics.values()])
-        here.forget_values()
-        return [*returned, *map(jnp.asarray, written)]
-
-    _describe(flat, function, [value.name for value in values])
-    with (
-        hints(mesh),
-        scope.opened(here),
-        jaxprs.isolated_trace(),
-        in_types_of(mesh),
-    ):
-        run.program = jax.make_jaxpr(flat)(*(v.type_on(mesh) for v in values))
-    return run
 
 
 def _describe(flat: Any, function: Callable[..., Any], names: list[str]) -> None:
