@@ -36,7 +36,7 @@ from tessera.graph.tracer.strategy_roles import (
     BATCH,
     GRADIENTS,
     PARAMS,
-    find_roles,
+    RoleInference,
     matches_weight,
 )
 from tessera.graph.zero_layouts import SPLIT_FROM, split_further
@@ -92,9 +92,8 @@ class Strategy:
         declared = {
             p: role for p in paths if (role := replace(self, inferred={}).role(p))
         }
-        return replace(
-            self, inferred=find_roles(self.name, self.stage, declared, graph)
-        )
+        inference = RoleInference(self.name, self.stage, declared, graph)
+        return replace(self, inferred=inference.roles())
 
     def default_mesh(self) -> Mesh:
         """All devices, along the axis of the strategy."""

@@ -27,24 +27,16 @@ PARAMS, GRADIENTS, STATE, BATCH = "params", "gradients", "optimizer_state", "bat
 ROLES: Final = (PARAMS, GRADIENTS, STATE, BATCH)
 
 
-def find_roles(
-    name: str, stage: int, declared: Mapping[str, str], graph: Graph
-) -> dict[str, str]:
-    """The role of each array without a declared role, by path.
+class RoleInference:
+    """What the arguments of a function are that have no declared role.
 
     Args:
       name: The strategy.
       stage: Its ZeRO stage.
       declared: The role of each array for which the user declares one.
       graph: The function, as it was traced.
-
-    Raises:
-      UndecidedRoleError: [T324] a role is undecided.
     """
-    return _RoleInference(name, stage, declared, graph).roles()
 
-
-class _RoleInference:
     def __init__(
         self, name: str, stage: int, declared: Mapping[str, str], graph: Graph
     ) -> None:
@@ -60,12 +52,18 @@ class _RoleInference:
         self.declares_batch = BATCH in declared.values()
 
     def roles(self) -> dict[str, str]:
+        """The role of each array without a declared role, by path.
+
+        Raises:
+          UndecidedRoleError: [T324] a role is undecided.
+        """
         if not self.undeclared:
             return {}
         return self._of_step() if self.uses.read else self._of_update()
 
     @cached_property
     def uses(self) -> GradientUses:
+        """What gradients are taken by, and what losses read."""
         return gradient_uses(self.program)
 
     def _of_step(self) -> dict[str, str]:
