@@ -361,11 +361,6 @@ def _check_init(
 ARRAYS: Final = (jax.Array, np.ndarray, np.generic, DistTensor)
 
 
-def is_array(value: object) -> bool:
-    """Whether a leaf is an array or stands for one."""
-    return isinstance(value, ARRAYS)
-
-
 def is_tensor(value: object) -> bool:
     """Whether a value is a ``DistTensor``, which is one leaf of a tree."""
     return isinstance(value, DistTensor)

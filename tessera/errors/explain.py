@@ -51,17 +51,15 @@ def explain(code: str) -> str:
         raise UnknownSettingError(
             f"there is no error {code!r}", fix="'tessera explain' lists all codes"
         )
-    folder = f"{SITE}/errors/"
     return _LINK.sub(
-        lambda link: f"]({urljoin(folder, link[1])}.html{link[2]})",
+        lambda link: f"]({urljoin(f'{SITE}/errors/', link[1])}.html{link[2]})",
         page.read_text(encoding="utf-8"),
     )
 
 
 def _list_of_codes() -> str:
-    pages = _pages().values()
-    titles = (path.read_text(encoding="utf-8").partition("\n")[0] for path in pages)
-    return "".join(title.removeprefix("# ") + "\n" for title in titles)
+    texts = (path.read_text(encoding="utf-8") for path in _pages().values())
+    return "".join(text.partition("\n")[0].removeprefix("# ") + "\n" for text in texts)
 
 
 def _pages() -> dict[str, Path]:

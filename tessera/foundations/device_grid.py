@@ -16,12 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.errors import (
-    DeviceIdError,
-    DuplicateAxisError,
-    MeshShapeError,
-    nearest_multiples,
-)
+from tessera.errors import DeviceIdError, DuplicateAxisError, MeshShapeError
 
 # Axes that shard the rows of a batch, outermost first.
 DATA_AXES = ("dp", "fsdp")
@@ -318,10 +313,11 @@ def inferred(
     if -1 not in sizes and product == total:
         return sizes
     named = " × ".join(f"{a} {s}" for a, s in zip(axes, sizes, strict=True))
+    low, high = total // product * product, -(-total // product) * product
     shapes = " or ".join(map(times, nearest_shapes(axes, sizes, total)))
     if -1 in sizes:
         got = f"{named}: {product} does not divide {total} devices"
-        near = nearest_multiples(product, total)
+        near = f"{low} or {high}" if low else f"{high}"
         fix = f"use the shape {shapes}, or {near} devices"
     else:
         got = f"{named} = {product}, and {total} devices"

@@ -32,6 +32,7 @@ from tessera.errors import (
 )
 from tessera.foundations.tree import partition
 from tessera.graph.function import Function
+from tessera.graph.tracer.argument_leaves import is_array
 from tessera.graph.tracer.declared_layouts import Options
 from tessera.jax_compat.tracebacks import at_boundary
 from tessera.jax_compat.traces import manual_axes, varying_axes
@@ -43,7 +44,7 @@ from tessera.ops.operand_layouts import (
     layout_of,
     region_mesh,
 )
-from tessera.shard import DistTensor, ShardSpec, capturing, is_array, is_tensor
+from tessera.shard import DistTensor, ShardSpec, capturing, is_tensor
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import holds_objects
 from tessera.tracing.per_device_checks import check_region

@@ -30,11 +30,12 @@ from tessera.graph.differentiation import differentiated
 from tessera.graph.function import Function
 from tessera.graph.gradient_primitive import gradient_taken_p, gradients_of
 from tessera.graph.pipelining.pipeline_primitive import has_pipeline
+from tessera.graph.tracer.argument_leaves import is_array
 from tessera.graph.tracer.declared_layouts import Options, is_number
 from tessera.jax_compat import jaxprs
 from tessera.jax_compat.tracebacks import at_boundary
 from tessera.ops.operand_layouts import layout_of
-from tessera.shard import is_array, is_tensor
+from tessera.shard import is_tensor
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import (
     changes_in_place,

@@ -195,6 +195,11 @@ def leaf_signature(value: Any) -> Hashable:
     return static_key(value)
 
 
+def is_array(value: object) -> bool:
+    """Whether a leaf is an array or stands for one."""
+    return isinstance(value, ARRAYS)
+
+
 def is_stored(value: Any) -> bool:
     """Whether a program takes an array as it is.
 

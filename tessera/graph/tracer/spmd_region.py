@@ -22,14 +22,14 @@ from tessera.annotations import Annotation, Dim, bind, bind_call
 from tessera.errors import ShardDivisibilityError, StrategyError, nearest_multiples
 from tessera.foundations.tree import Skeleton, partition
 from tessera.graph.ir import Graph
-from tessera.graph.tracer.argument_leaves import Leaf
+from tessera.graph.tracer.argument_leaves import Leaf, is_array
 from tessera.graph.tracer.arguments import Call
 from tessera.graph.tracer.declared_layouts import is_number
 from tessera.graph.tracer.strategies import Strategy
 from tessera.jax_compat.traces import manual_axes, varying_axes
 from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
-from tessera.shard import ShardSpec, is_array, is_tensor
+from tessera.shard import ShardSpec, is_tensor
 from tessera.tracing import scope
 from tessera.tracing.object_arguments import holds_objects, split_result
 from tessera.tracing.per_device_checks import check_region
