@@ -5,6 +5,7 @@
 ``docs/images/mesh-and-array.svg``; the others are made while the site is built.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
@@ -218,9 +219,52 @@ def timetable(name: str, microbatches: int = 8) -> Callable[[], str]:
     return draw
 
 
+MEASURED = (
+    Path(__file__).parents[2]
+    / "benchmarks/results/pipeline-residuals-h100-2026-11-29.json"
+)
+
+
+def pipeline_residuals() -> str:
+    """Temporaries against the predicted step of one pipeline, a dot for each policy."""
+    rows = json.loads(MEASURED.read_text())["rows"]
+    rows = [row for row in rows if row["model"] == "llama3.1_70b"]
+    width, height, left, bottom = 560.0, 250.0, 70.0, 200.0
+    most = 35.0, 7.0  # GiB, seconds
+
+    def parts() -> Iterator[str]:
+        title = "Llama 3.1 70B, pp 8 × tp 8, 1f1b, 32 microbatches"
+        yield text(8, 20, title, anchor="start", font_weight="bold")
+        right = width - 20
+        for x1, y1, x2, y2 in (
+            (left, 36, left, bottom),
+            (left, bottom, right, bottom),
+        ):
+            yield f'<path d="M{x1:g},{y1:g} L{x2:g},{y2:g}" stroke="{INK}"/>'
+        for gib in range(0, 31, 10):
+            x = left + gib / most[0] * (right - left)
+            yield text(x, bottom + 18, str(gib), fill=FAINT, font_size="11")
+        for seconds in range(0, 7, 2):
+            y = bottom - seconds / most[1] * (bottom - 36)
+            label = f"{seconds} s"
+            yield text(left - 8, y + 4, label, anchor="end", fill=FAINT, font_size="11")
+        words = "temporaries of a device, GiB"
+        yield text(right, bottom + 38, words, anchor="end", fill=FAINT, font_size="11")
+        yield text(left + 8, 46, "a step", anchor="start", fill=FAINT, font_size="11")
+        for row in rows:
+            x = left + row["temporaries GiB"] / most[0] * (right - left)
+            y = bottom - row["step ms"] / 1e3 / most[1] * (bottom - 36)
+            yield f'<circle cx="{x:g}" cy="{y:g}" r="5" fill="{COLORS["F"]}"/>'
+            down = 20 if row["remat"] == "dots" else -10
+            yield text(x, y + down, row["remat"], font_size="12")
+
+    return picture(width, height, "Memory against time for each policy", parts())
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "mesh-and-array.svg": mesh_and_array,
     "phases.svg": phases,
+    "pipeline-residuals.svg": pipeline_residuals,
     **{
         f"schedule-{name}.svg": timetable(name)
         for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")

@@ -25,6 +25,7 @@ from tessera.train.loop.gradients import mean_gradients
 from tessera.train.loop.optimizer_offload import to_device, to_host
 from tessera.train.loop.train_state import TrainState, replicated, state_specs
 from tessera.train.models.model import Batch, Sums, num_targets
+from tessera.train.objectives.objective import NEXT_TOKEN
 
 
 def make_train_step(config: StepConfig, state: TrainState) -> Function:
@@ -55,6 +56,8 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
         reference, state = state.reference, replace(state, reference=None)
         batch = config.objective.prepared(_arranged(config, batch))
         counted = config.objective.count(batch)
+        # Counted twice, XLA would add up the tokens of all devices twice.
+        tokens = counted if config.objective == NEXT_TOKEN else num_targets(batch)
         # A batch of padding alone has no gradient, and none is invented for it.
         count = jnp.maximum(counted, 1.0)
         # It is the mean loss that is scaled: the gradients of a sum would overflow with
@@ -70,7 +73,7 @@ def make_train_step(config: StepConfig, state: TrainState) -> Function:
             **jax.tree.map(share.__mul__, sums),
             "grad_norm": norm_of(gradients),
             "learning_rate": config.learning_rate(state.step),
-            "tokens": num_targets(batch),
+            "tokens": tokens,
         }
         if config.offload_optimizer:
             state = replace(state, optimizer=to_device(state.optimizer))
