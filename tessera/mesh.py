@@ -113,7 +113,7 @@ class Mesh:
             chosen = None if devices is None else ids
             ids = device_layout.device_grid(self.target, self._sizes, chosen)
         elif devices is None:
-            ids = device_layout.grid_here(self._sizes, ids)
+            ids = device_layout.grid_here(self._sizes, tuple(ids))
         self._ids = ids
         # Axes of a JAX mesh may be Explicit: then array types include their layout.
         self.axis_types: tuple[AxisType, ...] = (AxisType.Auto,) * len(self.axes)
