@@ -126,8 +126,8 @@ def lay_out(devices: Sequence[Any], sizes: tuple[int, ...]) -> list[Any]:
 
     Example:
       >>> chips = _chips(Target.parse("v5e:2x2*2"))
-      >>> [chip.id for chip in lay_out(chips, (4, 2))]  # dp = 2 slices × 2
-      [0, 1, 2, 3, 4, 5, 6, 7]
+      >>> [_slice_of(chip) for chip in lay_out(chips, (4, 2))]  # dp = 2 slices × 2
+      [0, 0, 0, 0, 1, 1, 1, 1]
     """
     left, across = len({*map(_slice_of, devices)}), list[int]()
     for size in sizes:

@@ -58,7 +58,7 @@ def permutation_links(
 
     Example:
       >>> permutation_links(Target.parse("v5e:4x4"), [(0, 1), (1, 2)])
-      Counter({(0, 1, (0, 0)): 1, (0, 1, (1, 0)): 1})
+      Counter({(0, 1, (0, 0, 0)): 1, (0, 1, (1, 0, 0)): 1})
     """
     loads: Counter[UsedLink] = Counter()
     for sender, receiver in pairs:

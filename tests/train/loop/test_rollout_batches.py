@@ -246,7 +246,7 @@ def codes(text):
     return sum(map(ord, text))
 
 
-@pytest.mark.slow(reason="it compiles a step and a sampler")
+@pytest.mark.full
 def test_a_server_samples_with_the_weights_of_the_run(prompts, tmp_path):
     """Those of each rollout, also of the first one after a resume."""
 
