@@ -6,12 +6,14 @@ them, collectives of the compiled step by mesh axes and kind, step time. Some mo
 stand beside the same step by hand: their times alternate in one run, a ratio is that
 of the medians. Bytes are of one device in one step. Of pipelines there is more, from
 ``pipelines.py``: memory against the number of microbatches, idle time of the executed
-tables, and with --compile the time to compile.
+tables, with --policies the CPU time of each policy of residuals beside one device, and
+with --compile the time to compile.
 
 Simulated devices share the cores of this machine, so a step time tells the work of all
 devices together, and nothing of the time that links or idle devices would take.
 
     python benchmarks/parallel.py [--quick] [--modes A,B] [--compile] [--json PATH]
+    python benchmarks/parallel.py --policies [--json PATH]
 """
 
 import argparse
@@ -166,6 +168,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="the time to compile, a few minutes more"
     )
+    parser.add_argument(
+        "--policies", action="store_true", help="policies of pipelines alone"
+    )
     found = parser.parse_args()
     found.names = list(MODES)
     if found.quick:
@@ -179,6 +184,10 @@ def options_of() -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> None:
     """Measure, and show what was asked for."""
+    if options.policies:
+        title = "CPU seconds of a step by policy of residuals"
+        report.show(title, pipelines.policy_rows(), options.json)
+        return
     tables = measure(options.names, QUICK_ROUNDS if options.quick else None)
     tables["Idle time of the executed tables"] = pipelines.idle_rows()
     if not options.quick and options.modes is None:

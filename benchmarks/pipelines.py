@@ -3,23 +3,26 @@
 
 import statistics
 import time
+from dataclasses import replace
 
 import jax
 from modes import MODES
-from report import Row, progress
-from runs import random_batch
+from report import Row, extremes, in_turns, progress
+from runs import Runner, random_batch
 
 from tessera.graph.compile_stages import Compiled
 from tessera.graph.pipelining.named_schedules import NAMES
+from tessera.mesh import Mesh
 from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import init_state
+from tessera.train.models.decoder.decoder_model import DecoderModel
+from tessera.train.models.layer_scan import FULL, NAMED, NONE
 
 FEW, MANY = 8, 64
 SHALLOW, DEEP = 2, 8
 REPEATS = 3
-ROWS, LENGTH = 4, 64
-# In units of a forward. The loop runs the stage anew in each backward.
-RECOMPUTED, RECOMPUTED_SPLIT = 3.0, 2.0
+WIDTHS, STEPS = (256, 512), 5
+ROWS, LENGTH, LONG = 4, 64, 256
 
 
 def _compile(
@@ -62,7 +65,7 @@ def idle_rows() -> list[Row]:
     """The share of time that devices wait, counted from the table that the loop reads.
 
     ``formula`` is that of the literature, with a backward of two forwards, or of one
-    and as much for the weights; ``as executed`` counts the forward that is run anew.
+    and as much for the weights.
     """
     rows = []
     for name in NAMES:
@@ -74,7 +77,6 @@ def idle_rows() -> list[Row]:
             if split:
                 bubble, work = 2 * bubble, 3 * work
             formula = bubble / (work + bubble)
-            backward = RECOMPUTED_SPLIT if split else RECOMPUTED
             rows.append(
                 {
                     "schedule": name,
@@ -84,7 +86,6 @@ def idle_rows() -> list[Row]:
                     "ticks": schedule.ticks,
                     "counted": round(schedule.idle_fraction(), 6),
                     "formula": round(formula, 6),
-                    "as executed": round(schedule.idle_fraction(backward=backward), 6),
                 }
             )
     return rows
@@ -112,3 +113,52 @@ def compile_rows() -> list[Row]:
             }
         )
     return rows
+
+
+def policy_rows() -> list[Row]:
+    """CPU seconds of 1f1b on four stages, and of one device with as many microbatches.
+
+    A pipeline of four devices that wait takes no more of them: simulated devices share
+    the cores. All layers are on one device too, which stores what the policy says.
+    """
+    rows = []
+    for width in WIDTHS:
+        progress(f"policies at a width of {width}")
+        policies = (NONE, NAMED, FULL)
+        names = [(place, policy) for policy in policies for place in ("one", "1f1b")]
+        runs = [_run(*name, width) for name in names]
+        seconds: list[list[float]] = [[] for _ in runs]
+        for index, run in in_turns([*enumerate(runs)], STEPS):
+            begin = time.process_time()
+            jax.block_until_ready(run())
+            seconds[index].append(time.process_time() - begin)
+        base = statistics.median(seconds[0])
+        rows += [
+            {
+                "width": width,
+                "remat": policy,
+                "devices": "1" if place == "one" else "pp=4",
+                "CPU s": extremes(each, 3),
+                "ratio to one device, none": f"{statistics.median(each) / base:.3f}",
+            }
+            for (place, policy), each in zip(names, seconds, strict=True)
+        ]
+    return rows
+
+
+def _run(place: str, policy: str, width: int) -> Runner:
+    """A step that has run once, of eight layers and eight microbatches."""
+    mode = MODES["1f1b"]
+    config = mode.step_config(FEW)
+    sizes = replace(mode.config(), d_model=width, mlp_dim=4 * width)
+    split = config.model.split if place == "1f1b" else None
+    model = DecoderModel(sizes, split=split, remat=policy)
+    config = replace(config, model=model)
+    if place == "one":
+        mesh = Mesh(("dp",), devices=range(1), shape=(1,))
+        config = replace(config, mesh=mesh, schedule=None)
+    batch = random_batch(config, ROWS, LONG)
+    state = init_state(config.model, config.optimizer, jax.random.key(0), config.mesh)
+    run = Runner(make_train_step(config, state), state, batch)
+    jax.block_until_ready(run())
+    return run

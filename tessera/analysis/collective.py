@@ -9,8 +9,13 @@ from tessera.analysis.hlo import Shape
 from tessera.analysis.replica_groups import UNKNOWN
 
 KINDS = (
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
-    *("collective-permute", "collective-broadcast"),
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
 )
 
 

@@ -28,8 +28,14 @@ _LINES = re.compile(r'\{\n((?:".*\n)+)\}')
 _QUOTED = r'"((?:[^"\\]|\\.)*)"'
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _CALLS = (
-    *("calls", "to_apply", "body", "condition", "branch_computations"),
-    *("true_computation", "false_computation", "called_computations"),
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
 )
 
 

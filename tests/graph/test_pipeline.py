@@ -179,18 +179,26 @@ def products_by_kind(program: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("schedule", "remat", "expected"),
     # Of two stages: the forwards, each in a branch, the second of which is not taken,
     # as the last stage runs in its backward; a gradient of an input; two of weights.
-    [("1f1b", [2, 1 + 1 + 2]), ("zero_bubble", [2, 1 + 1, 2])],
+    # With "full" the first stage runs forward in its backward too.
+    [
+        ("1f1b", "none", [2, 1 + 1 + 2]),
+        ("1f1b", "full", [2, 2 + 1 + 2]),
+        ("zero_bubble", "none", [2, 1 + 1, 2]),
+        ("zero_bubble", "full", [2, 2 + 1, 2]),
+    ],
 )
-def test_zero_bubble_computes_gradients_of_weights_by_themselves(schedule, expected):
+def test_a_tick_computes_forwards_and_gradients_by_themselves(
+    schedule, remat, expected
+):
     def make(pipe: Pipe) -> Any:
         first, last = dense("first"), dense("last", 6)
         model = pipe(stages=[first, last])(lambda x: last(first(x)))
         return lambda x: graph.backward(model(x).mean())
 
-    step = built(make, TWO, schedule=schedule, microbatches=4)
+    step = built(make, TWO, schedule=schedule, microbatches=4, remat=remat)
     (after,) = (
         record.graph.program
         for record in step.trace(normal(ROWS, 5)).passes

@@ -86,6 +86,13 @@ def test_there_is_a_stage_for_each_device():
         model_of(*"abc", called="abc", schedule="interleaved")
 
 
+def test_a_policy_of_residuals_is_one_of_remat():
+    model = partial(model_of, "first", "last", called=["first", "last"])
+    text = refused(errors.SettingValueError, lambda: model(remat="nome"))
+    assert text.startswith("[T502] there is no checkpoint policy 'nome'")
+    assert "did you mean 'none'?" in text
+
+
 def test_the_mesh_has_the_axis_of_the_pipeline():
     mesh = Mesh(["tp", "dp"], devices=range(4), shape=(2, 2))
     text = refused(

@@ -23,6 +23,7 @@ from tessera.ops.rematerialization import NONE as NONE
 from tessera.ops.rematerialization import POLICIES as POLICIES
 from tessera.ops.rematerialization import save_unless_quick
 from tessera.ops.wide_gradients import read_copies
+from tessera.train.models.pipeline_stages import StageSplit
 
 Policies: TypeAlias = tuple[str, ...]
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
@@ -73,17 +74,19 @@ def policies_of(remat: Any, kinds: Sequence[str]) -> Policies:
     return policies
 
 
-def policies_of_stage(policies: Policies, stages: Sequence[range]) -> Policies:
+def policies_of_stage(policies: Policies, split: StageSplit | None) -> Policies:
     """The policies of a pipeline stage, by the position of a layer in it.
 
     Args:
       policies: One for each layer of the model.
-      stages: The layers of each virtual stage.
+      split: The layers of each virtual stage; None is one stage of all of them.
 
     Raises:
       SettingConflictError: [T507] the stages differ in their policies.
     """
-    patterns = [policies[layers.start : layers.stop] for layers in stages]
+    if split is None:
+        return policies
+    patterns = [policies[layers.start : layers.stop] for layers in split.layers]
     longest = max(patterns, key=len)
     if any(pattern != longest[: len(pattern)] for pattern in patterns):
         raise SettingConflictError(

@@ -30,7 +30,6 @@ from tessera.ops.losses import Reduction, cross_entropy
 from tessera.shard import ShardSpec
 from tessera.train.models.decoding import Decoding
 from tessera.train.models.layer_scan import (
-    FULL,
     NONE,
     Policies,
     policies_of,
@@ -177,9 +176,7 @@ class Model(ABC):
           SettingConflictError: [T507] the blocks of a stage differ in their policies.
         """
         self.place(mesh)
-        policies = self.policies
-        if self.split is not None:
-            policies_of_stage(policies, self.split.layers)
+        policies_of_stage(self.policies, self.split)
 
     def check_params(self, params: Tree) -> None:
         """Check that a tree has the parameters of this model.
@@ -247,11 +244,6 @@ class Model(ABC):
             each block.
         """
         return policies_of(self.remat, self.block_kinds)
-
-    @property
-    def recomputes_stages(self) -> bool:
-        """Whether the backward of a pipeline's stage stores nothing but its input."""
-        return set(self.policies) == {FULL}
 
     def remat_notes(self) -> list[str]:
         """Which layers the backward pass computes again."""

@@ -18,6 +18,7 @@ from tessera.train.models.layer_scan import (
     policies_of_stage,
     scan_layers,
 )
+from tessera.train.models.pipeline_stages import StageSplit
 from tests.small_model import SMALL
 
 CONFIG = dataclasses.replace(SMALL, num_layers=4)
@@ -104,15 +105,15 @@ def test_a_policy_that_is_none_is_refused(remat, message):
 
 
 def test_the_layers_of_a_stage_share_a_policy():
-    halves = range(2), range(2, 4)
+    halves = StageSplit(2, (range(2), range(2, 4)))
     assert policies_of_stage(("full",) * 4, halves) == ("full", "full")
     assert policies_of_stage(("full", "none") * 2, halves) == ("full", "none")
     # A stage with a layer less has padding in its place.
-    uneven = range(3), range(3, 5)
+    uneven = StageSplit(2, (range(3), range(3, 5)))
     policies = ("full", "none", "dots", "full", "none")
     assert policies_of_stage(policies, uneven) == ("full", "none", "dots")
     mixed = policies_of({"global": "full"}, CONFIG.layer_kinds)
-    assert policies_of_stage(mixed, [range(4)]) == mixed
+    assert policies_of_stage(mixed, None) == mixed
     with pytest.raises(SettingConflictError) as caught:
         policies_of_stage(("full", "none", "dots", "none"), halves)
     assert caught.value.code == "T507"

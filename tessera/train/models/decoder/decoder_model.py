@@ -327,9 +327,8 @@ class DecoderModel(Model):
         config.check_length(hidden.shape[1])
         attention = layer_attention(config, hidden.shape[1], segment_ids, place)
         graphdef, layers = nnx.split(self.merge(params).decoder)
-        count, policies = config.num_layers, self.policies
-        if self.split is not None:
-            policies = policies_of_stage(policies, self.split.layers)
+        count = config.num_layers
+        policies = policies_of_stage(self.policies, self.split)
         exists = None if numbers is None or self.is_even else numbers < count
         numbers = jnp.arange(count) if numbers is None else numbers
 
