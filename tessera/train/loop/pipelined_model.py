@@ -24,6 +24,7 @@ from tessera.mesh import Mesh
 from tessera.shard_spec import axes_of_dims, spec_over
 from tessera.tracing.casts import cast_parameter
 from tessera.tracing.scope import constrain
+from tessera.train.models.layer_scan import FULL
 from tessera.train.models.model import Model, Sums
 from tessera.train.models.partition_rules import Placement
 from tessera.train.objectives.objective import NEXT_TOKEN, Objective
@@ -136,6 +137,7 @@ class PipelinedModel:
     def _stages(self, batch: Tree) -> Stages:
         place, (staged, _) = self._place, self.model.divide(self._layouts)
         _, rows, length = batch["tokens"].shape
+        sent = place.between_stages(length)
         rows //= self.mesh.axis_size(self._data_axes)
 
         def constrain_weights(weights: Tree) -> Tree:
@@ -145,8 +147,8 @@ class PipelinedModel:
             runs=[self._run],
             wire=self.model.wire(rows, length),
             head=self._head,
-            recomputes=self.model.recomputes_stages,
-            constrain_wire=lambda wire: self.model.constrain_wire(wire, place),
+            recomputes=set(self.model.policies) == {FULL},
+            constrain_wire=lambda wire: self.model.constrain_wire(wire, sent),
             constrain_weights=constrain_weights,
             has_copies=self.gathers_once,
         )
@@ -178,9 +180,12 @@ class PipelinedModel:
         numbers = jnp.asarray(split.numbers.reshape(-1, split.depth))
         own = jax.lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)
         hidden = jax.lax.cond(
-            index == 0, lambda: model.embed(params, micro, place), lambda: wire
+            index == 0,
+            lambda: model.embed(params, micro, place),
+            lambda: model.constrain_wire(wire, place),
         )
         hidden, statistics = model.run_blocks(params, hidden, micro, place, own)
+        hidden = model.constrain_wire(hidden, place)
         extra, others = model.block_sums(statistics, self.objective.count(micro))
         return hidden, jnp.float32(extra), ((), others)
 

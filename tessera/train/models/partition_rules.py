@@ -6,7 +6,7 @@ Axes that the mesh does not have are skipped, so one model works on every subset
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -136,6 +136,17 @@ class Placement:
         what = f"activation [{', '.join(name or '-' for name in names)}]"
         spec = self.resolve(names, x.shape, what)
         return scope.constrain(x, self.mesh, spec)
+
+    def between_stages(self, length: int) -> "Placement":
+        """The placement of hidden states on their way between stages of a pipeline.
+
+        Each device of ``tp`` sends its part of a sequence of ``length`` tokens, if they
+        divide, and gathers the whole where it arrives, since links between stages are
+        slower than those of ``tp`` (scatter and gather of Narayanan et al. 2021, arXiv
+        2104.04473).
+        """
+        split = replace(self, whole=self.whole - {"sequence"})
+        return self if length % split.size("sequence") else split
 
     def cast(self, x: jax.Array, *names: str | None) -> jax.Array:
         """Cast a parameter to the dtype of activations, in its own layout.

@@ -289,9 +289,10 @@ class RegisteredModel(Model):
         return jax.eval_shape(embed, self._plain, self._abstract_inputs(rows, length))
 
     def constrain_wire(self, wire: Array, place: Placement) -> Array:
-        """A hidden state in the dtype of activations; the data axes shard its rows."""
+        """A hidden state in the dtype of activations, ``[batch, sequence, ...]``."""
         if place.mesh is not None:
-            wire = place.constrain(wire, "batch", *(None,) * (wire.ndim - 1))
+            others = (None,) * (wire.ndim - 2)
+            wire = place.constrain(wire, "batch", "sequence", *others)
         return wire if place.dtype is None else wire.astype(place.dtype)
 
     def embed(self, params: Tree, batch: Batch, place: Placement) -> Array:
@@ -328,9 +329,7 @@ class RegisteredModel(Model):
         exists = None if numbers is None or self.is_even else numbers < total
         numbers = jnp.arange(total, dtype=jnp.int32) if numbers is None else numbers
         layers = named_leaves(params[self.blocks], is_leaf=is_copy), numbers
-        policies = self._known_policies
-        if self.split is not None:
-            policies = policies_of_stage(policies, self.split.layers)
+        policies = policies_of_stage(self._known_policies, self.split)
         return scan_layers(
             body,
             hidden,

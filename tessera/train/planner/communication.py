@@ -97,7 +97,12 @@ class StepCollectives:
         nbytes = self._share * max(
             (each.nbytes for each in self.work.lookups), default=0.0
         )
-        return [Calls(("pp",), "collective-permute", nbytes, 2, False)]
+        parts = self.device.parts_of_wire
+        found = [Calls(("pp",), "collective-permute", nbytes / parts, 2, False)]
+        if parts > 1:  # gathered where it arrives, and where a stage runs anew
+            times = 2 + self.layout.recomputes_stages
+            found.append(Calls(("tp",), "all-gather", nbytes, times, False))
+        return found
 
     def _parameters(self) -> Iterator[Calls]:
         for each in self.work.parameters:

@@ -275,6 +275,12 @@ class DeviceWork:
         """Shards of the residual stream over ``tp``, by sequence parallelism."""
         return self.size("sequence") // self.size("context")
 
+    @cached_property
+    def parts_of_wire(self) -> int:
+        """Parts of a sequence that the devices of ``tp`` send to the next stage."""
+        sent = self.place.between_stages(self.work.sequence_length)
+        return sent.size("sequence") // self.size("context")
+
     def kept_bytes(self, sequences: float, policy: str) -> float:
         """What one device keeps of a microbatch for its backward pass.
 

@@ -125,7 +125,7 @@ def _moments(
         of_inputs, of_residuals, of_splits = slots_of(layout)
         # The ring buffers, and what a tick writes to them or has read.
         kept *= of_residuals + 1
-        kept += (of_inputs + 2) * inputs * share
+        kept += (of_inputs + 2) * inputs * share / device.parts_of_wire
         kept += of_splits * _weight_residuals(device, layout)
         sums += trained  # those of a tick
     if layout.gather == "step":

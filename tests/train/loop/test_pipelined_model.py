@@ -112,6 +112,24 @@ def test_each_tick_sends_one_activation_and_one_gradient():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("length", "parts"), [(64, 2), (63, 1)])
+def test_each_device_of_tp_sends_its_part_of_a_sequence_if_they_divide(length, parts):
+    """The whole is gathered once where it arrives: no layer has less than it had."""
+    run = run_of(
+        *(("pp", 2), ("tp", 2)), sequence_length=length, gradient_accumulation_steps=4
+    )
+    ledger = run.compiled.collectives
+    sent = [row for row in ledger.rows if row.kind == "collective-permute"]
+    wire = 4 * length * 16 * 4
+    assert [(row.axes, row.nbytes) for row in sent] == [(("pp",), wire // parts)] * 2
+    gathered = [row for row in ledger.rows if row.kind == "all-gather"]
+    of_wires = [row for row in gathered if row.axes == ("tp",) and row.nbytes == wire]
+    assert all(row.calls == 4 + 2 for row in of_wires)
+    assert bool(of_wires) == (parts > 1)
+    assert not ledger.unplanned
+
+
+@pytest.mark.full
 def test_gradients_cross_dp_once_in_a_step():
     run = run_of(("dp", 2), ("pp", 2), gradient_accumulation_steps=8)
     rows = run.compiled.collectives.rows
