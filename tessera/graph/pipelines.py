@@ -71,11 +71,11 @@ def pipeline(
 
     Args:
       stages: The stages in order, made by ``graph.stage``: as many as the axis has
-        devices, or, for ``interleaved``, a multiple.
+        devices; for ``interleaved`` a multiple, and for ``dualpipev`` twice as many.
       mesh: The mesh; by default that of the step.
       axis: The mesh axis whose devices are the pipeline.
-      schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``, or a table of
-        your own.
+      schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero_bubble``, ``dualpipev``,
+        or a table of your own.
       microbatches: Equal parts of a batch. By default those of
         ``schedule.pipeline_microbatches``, or else as many as there are stages.
       batch: The function's arguments that have a row for each example along their
@@ -105,7 +105,7 @@ def pipeline(
     Warns:
       TesseraWarning: (when traced) a stage mixes the rows of its microbatch.
 
-    Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241.
+    Sources: arXiv 1811.06965, 1806.03377, 2104.04473, 2401.10241, 2412.19437.
     """
     mesh = as_mesh(mesh)
     names = tuple(map(_name, stages))
@@ -221,17 +221,23 @@ class _PipelineConfig:
 
     def check(self, mesh: Mesh, stages: Sequence[str]) -> int:
         """Virtual stages for each device; raises [T103] and [T311]."""
-        size, count = mesh.axis_size(self.axis), len(stages)
-        is_interleaved = self.schedule == "interleaved" or (
-            isinstance(self.schedule, Schedule) and self.schedule.chunks > 1
-        )
-        if count == size or (is_interleaved and count and count % size == 0):
+        size, count, table = mesh.axis_size(self.axis), len(stages), self.schedule
+        if isinstance(table, Schedule):
+            fits = (table.stages, table.virtual_stages) == (size, count)
+            needs = f"{table.virtual_stages} stages on {table.stages} devices"
+        elif table == "dualpipev":
+            fits, needs = count == 2 * size, f"{2 * size} stages"
+        else:
+            is_multiple = bool(count) and count % size == 0
+            fits = count == size or (table == "interleaved" and is_multiple)
+            needs = f"{size} stages, or a multiple of {size} with "
+            needs += "schedule='interleaved'"
+        if fits:
             return count // size
         raise PipelineSizeError(
             f"the stages of a pipeline do not fit the devices of axis {self.axis!r}",
             got=f"{count} stages, {size} devices",
-            fix=f"use {size} stages, or a multiple of {size} with "
-            "schedule='interleaved', or another mesh",
+            fix=f"use {needs}, or another mesh",
         )
 
     def call(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocates the slots of a pipeline's ring buffers, from the table of a schedule.
 
-Each device has up to four ring buffers of equal slots. A slot is occupied from the
+Each device has up to five ring buffers of equal slots. A slot is occupied from the
 tick of its write to that of its last read and is then free for the next value: the
 linear scan of register allocation (Poletto and Sarkar 1999), which is optimal here.
 """
@@ -18,29 +18,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slots:
-    """The sizes of four ring buffers, and the slot read or written in each tick.
+    """The sizes of five ring buffers, and the slot read or written in each tick.
 
     The input buffer stores inputs of virtual stages, from the tick in which they arrive
     to the last that runs the stage on them. The residual buffer stores what an F leaves
     for its B; there is none where a B runs its stage again. The cotangent buffer stores
     gradients of outputs from their arrival to the B. The weight buffer stores what a B
-    leaves for its W.
+    leaves for its W. The end buffer stores results of the last stage from its F to its
+    B, which begins with the loss.
 
     Every table is int32 [ticks, stages] and read-only; -1 where nothing is written or
     read. To the residual and weight buffers each tick writes, since a choice would read
     as many bytes: where it has nothing to write, to a slot that is free. The first
     virtual stage reads the microbatch itself and has no input slot. The last one begins
-    the gradient itself and has no cotangent slot, and as it runs in its B alone, it has
-    no residual slot. Within a tick what arrived is written first, then F, B and W
-    follow.
+    the gradient itself and has no cotangent slot; where it runs in its B alone, it has
+    no residual and no end slot. Within a tick what arrived is written first, then F, B
+    and W follow.
 
     Args:
       input_slots: Slots of the input buffer.
       residual_slots: Slots of the residual buffer.
       cotangent_slots: Slots of the cotangent buffer.
       weight_slots: Slots of the weight buffer; 0 where the backward is not split.
+      end_slots: Slots of the end buffer; 0 where the last stage runs in its B.
       receive_forward: Input slot for what the device before sent in the last tick.
-      receive_backward: Cotangent slot for what the device after sent in the last tick.
+      receive_backward: Cotangent slot for what the device after sent in the last tick,
+        or at the turn of a "v" the device itself.
+      turned_forward: Input slot for what the device after, or at the turn the device
+        itself, sent to a second chunk of a "v".
+      turned_backward: Cotangent slot for what the device before sent to one.
       forward_slot: Input slot that this tick's F reads.
       backward_slot: Input slot that this tick's B reads.
       leave_slot: Residual slot that this tick's F writes, or a free one.
@@ -48,6 +54,8 @@ class Slots:
       cotangent_slot: Cotangent slot that this tick's B reads.
       keep_slot: Weight slot that this tick's B writes, or a free one.
       weight_slot: Weight slot that this tick's W reads.
+      leave_end: End slot that this tick's F writes.
+      end_slot: End slot that this tick's B reads.
 
     Example:
       >>> from tessera.graph.pipelining import schedule
@@ -62,8 +70,11 @@ class Slots:
     residual_slots: int
     cotangent_slots: int
     weight_slots: int
+    end_slots: int
     receive_forward: np.ndarray
     receive_backward: np.ndarray
+    turned_forward: np.ndarray
+    turned_backward: np.ndarray
     forward_slot: np.ndarray
     backward_slot: np.ndarray
     leave_slot: np.ndarray
@@ -71,6 +82,8 @@ class Slots:
     cotangent_slot: np.ndarray
     keep_slot: np.ndarray
     weight_slot: np.ndarray
+    leave_end: np.ndarray
+    end_slot: np.ndarray
 
     def tables(self) -> dict[str, np.ndarray]:
         """The tables by name."""
@@ -88,31 +101,37 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
     kinds: tuple[Kind, ...] = ("F", "B", "W")
     when = {kind: _ticks_of(schedule, kind) for kind in kinds}
     stage = np.broadcast_to(np.arange(last + 1), when["B"].shape)
+    device = schedule.device_of(stage)
+    is_turned = (stage >= stages) & (schedule.placement == "v")
 
     arrives = np.roll(when["F"], 1, axis=1) + 1
-    runs_in_backward = (stage == last) | recomputes
+    runs_in_backward = (stage == last) & schedule.runs_last_in_backward | recomputes
     until = np.where(runs_in_backward, when["B"], when["F"])
-    inputs, input_slots = _assign_slots(arrives, until, stage > 0, stages)
+    inputs, input_slots = _assign_slots(arrives, until, stage > 0, device)
     left, residual_slots = _assign_slots(
-        when["F"], when["B"], ~runs_in_backward, stages
+        when["F"], when["B"], ~runs_in_backward, device
     )
     leave, residual_slots = _written_always(
-        (when["F"], when["B"]), left, residual_slots, (schedule.ticks, stages)
+        (when["F"], when["B"]), left, residual_slots, (schedule.ticks, stages), device
     )
+    is_end = (stage == last) & ~runs_in_backward
+    ends, end_slots = _assign_slots(when["F"], when["B"], is_end, device)
     returns = np.roll(when["B"], -1, axis=1) + 1
     cotangents, cotangent_slots = _assign_slots(
-        returns, when["B"], stage < last, stages
+        returns, when["B"], stage < last, device
     )
     split = np.full(stage.shape, schedule.splits_backward)
-    kept, weight_slots = _assign_slots(when["B"], when["W"], split, stages)
+    kept, weight_slots = _assign_slots(when["B"], when["W"], split, device)
     keep, weight_slots = _written_always(
-        (when["B"], when["W"]), kept, weight_slots, (schedule.ticks, stages)
+        (when["B"], when["W"]), kept, weight_slots, (schedule.ticks, stages), device
     )
 
-    def table(ticks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def table(
+        ticks: np.ndarray, slots: np.ndarray, where: np.ndarray | bool = True
+    ) -> np.ndarray:
         result = np.full((schedule.ticks, stages), -1, np.int32)
-        used = slots >= 0
-        result[ticks[used], stage[used] % stages] = slots[used]
+        used = (slots >= 0) & where
+        result[ticks[used], device[used]] = slots[used]
         result.flags.writeable = False
         return result
 
@@ -121,15 +140,20 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
         residual_slots=residual_slots,
         cotangent_slots=cotangent_slots,
         weight_slots=weight_slots,
-        receive_forward=table(arrives, inputs),
-        receive_backward=table(returns, cotangents),
+        end_slots=end_slots,
+        receive_forward=table(arrives, inputs, ~is_turned),
+        receive_backward=table(returns, cotangents, ~is_turned),
+        turned_forward=table(arrives, inputs, is_turned),
+        turned_backward=table(returns, cotangents, is_turned),
         forward_slot=table(when["F"], inputs),
-        backward_slot=table(when["B"], np.where(runs_in_backward, inputs, -1)),
+        backward_slot=table(when["B"], inputs, runs_in_backward),
         leave_slot=leave,
         residual_slot=table(when["B"], left),
         cotangent_slot=table(when["B"], cotangents),
         keep_slot=keep,
         weight_slot=table(when["W"], kept),
+        leave_end=table(when["F"], ends),
+        end_slot=table(when["B"], ends),
     )
 
 
@@ -138,13 +162,13 @@ def _ticks_of(schedule: "Schedule", kind: "Kind") -> np.ndarray:
     ticks = np.full((schedule.microbatches, schedule.virtual_stages), -1)
     microbatch, chunk = np.moveaxis(schedule.table(kind), -1, 0)
     tick, device = np.nonzero(microbatch >= 0)
-    stage = chunk[tick, device] * schedule.stages + device
+    stage = schedule.stage_of(device, chunk[tick, device])
     ticks[microbatch[tick, device], stage] = tick
     return ticks
 
 
 def _assign_slots(
-    start: np.ndarray, end: np.ndarray, is_stored: np.ndarray, stages: int
+    start: np.ndarray, end: np.ndarray, is_stored: np.ndarray, device: np.ndarray
 ) -> tuple[np.ndarray, int]:
     """A slot for each lifetime, and how many slots one device needs.
 
@@ -152,13 +176,12 @@ def _assign_slots(
       start: int [microbatches, virtual stages], tick of the write.
       end: The same, tick of the last read; the slot is free from the next tick on.
       is_stored: bool of that shape.
-      stages: Devices, each with slots of its own.
+      device: int of that shape, whose slots these are: each device has its own.
     """
     slots = np.full(start.shape, -1)
     num_slots = 0
-    for device in range(stages):
-        microbatch, chunk = np.nonzero(is_stored[:, device::stages])
-        stage = chunk * stages + device
+    for each in range(device.max() + 1):
+        microbatch, stage = np.nonzero(is_stored & (device == each))
         order = np.argsort(start[microbatch, stage], kind="stable")
         free: list[int] = []
         occupied: list[tuple[int, int]] = []
@@ -180,6 +203,7 @@ def _written_always(
     slots: np.ndarray,
     count: int,
     shape: tuple[int, int],
+    devices: np.ndarray,
 ) -> tuple[np.ndarray, int]:
     """The slot that each tick writes, a free one where it has none, and their number.
 
@@ -188,12 +212,13 @@ def _written_always(
       slots: Of these.
       count: The number of slots without free ones; 0 has no buffer.
       shape: Ticks and stages of the result.
+      devices: Whose slots these are, as for ``_assign_slots``.
     """
     result = np.full(shape, -1, np.int32)
     is_free = np.ones((*shape, count + 1), bool)
     for micro, stage in zip(*np.nonzero(slots >= 0), strict=True):
         start, end = (int(ticks[micro, stage]) for ticks in lifetimes)
-        device, slot = stage % shape[1], slots[micro, stage]
+        device, slot = devices[micro, stage], slots[micro, stage]
         result[start, device] = slot
         is_free[start : end + 1, device, slot] = False
     if count:

@@ -29,6 +29,10 @@ from tessera.graph.pipelining.schedule_table import Schedule
 
 Row: TypeAlias = dict[str, Array]
 
+# The columns of slots for what arrives, that of a "v" behind its turn last.
+_FORWARD = ("receive_forward", "turned_forward")
+_BACKWARD = ("receive_backward", "turned_backward")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -58,21 +62,23 @@ class Carry:
     """The state of a device between two ticks.
 
     Attributes:
-      activation: The wire received from the stage before.
+      activation: The wires received from stages before, for each of ``_FORWARD``.
       cotangent: The cotangent for the stage before, which the next tick sends.
       inputs: Ring buffer of stage inputs, until the last tick that reads them.
       cotangents: Ring buffer of cotangents, until their backward.
       residuals: Ring buffer of what a forward leaves for its backward.
       weight_residuals: Ring buffer of what a backward leaves for its weight gradient.
+      ends: Ring buffer of the last stage's wire and outputs, until its backward.
       sums: The gradients so far.
     """
 
-    activation: Tree
+    activation: tuple[Tree, ...]
     cotangent: Tree
     inputs: Tree
     cotangents: Tree
     residuals: Tree
     weight_residuals: Tree
+    ends: Tree
     sums: Gradients
 
 
@@ -120,14 +126,22 @@ class Device:
             else None,
         )
         return Carry(
-            activation=wire,
+            activation=self.initial_wires(),
             cotangent=wire,
             inputs=ring_buffer(wire, slots.input_slots),
             cotangents=ring_buffer(wire, slots.cotangent_slots),
             residuals=ring_buffer(self._left, slots.residual_slots),
             weight_residuals=ring_buffer(self._kept, slots.weight_slots),
+            ends=ring_buffer((wire, outputs), slots.end_slots)
+            if self._keeps_ends
+            else (),
             sums=sums,
         )
+
+    def initial_wires(self) -> tuple[Tree, ...]:
+        """What no stage has sent yet, for each way on which activations arrive."""
+        ways = 2 if self.schedule.placement == "v" else 1
+        return (self.own.empty_wire(),) * ways
 
     @cached_property
     def _left(self) -> Tree:
@@ -150,18 +164,19 @@ class Device:
           sends_back: Whether there are cotangents, which are sent here: until the
             backward reads them, the forward runs beside.
         """
-        inputs = store(carry.inputs, carry.activation, row["receive_forward"])
+        inputs, cotangents = carry.inputs, carry.cotangents
+        for wire, name in zip(carry.activation, _FORWARD, strict=False):
+            inputs = store(inputs, wire, row[name])
         if not sends_back:
             return replace(carry, inputs=inputs)
-        back = [(after, before) for before, after in self._next]
-        received = jax.lax.ppermute(carry.cotangent, self.axis, back)
-        cotangents = store(carry.cotangents, received, row["receive_backward"])
+        for wire, name in zip(self.send_back(carry.cotangent), _BACKWARD, strict=False):
+            cotangents = store(cotangents, wire, row[name])
         return replace(carry, inputs=inputs, cotangents=cotangents)
 
     def forward(self, carry: Carry, row: Row, taken: str) -> tuple[Carry, Tree]:
         """The carry with this tick's forward, and the wire for the next stage.
 
-        The last stage runs in its backward alone.
+        The last stage does nothing where it runs in its backward alone.
 
         Args:
           carry: The state after the last tick.
@@ -171,24 +186,30 @@ class Device:
         stage, number = self.stage_of(row["forward_chunk"]), row["forward_micro"]
 
         @jax.named_scope(taken)
-        def work(sums: Any) -> tuple[Tree, Any, Tree]:
+        def work(sums: Any) -> tuple[Tree, Any, Tree, Tree]:
             wire = read(carry.inputs, row["forward_slot"])
-            (wire, _), results, left = self.own.forward(stage, number, wire)
+            (wire, outputs), results, left = self.own.forward(stage, number, wire)
             left = () if self.own.stages.recomputes else left
-            return left, add(sums, results), self._laid_out(wire)
+            outputs = outputs if self._keeps_ends else ()
+            return left, add(sums, results), self._laid_out(wire), outputs
 
-        def idle(sums: Any) -> tuple[Tree, Any, Tree]:
-            return zeros(self._left), sums, self.own.empty_wire()
+        def idle(sums: Any) -> tuple[Tree, Any, Tree, Tree]:
+            outputs = zeros(self.own.result_shapes[2][0]) if self._keeps_ends else ()
+            return zeros(self._left), sums, self.own.empty_wire(), outputs
 
-        is_active = (number >= 0) & (stage < self.own.last)
+        is_active = number >= 0
+        if not self._keeps_ends:
+            is_active &= stage < self.own.last
         of_stages, of_head = carry.sums.statistics
-        left, (loss, of_stages), wire = jax.lax.cond(
+        left, (loss, of_stages), *out = jax.lax.cond(
             is_active, work, idle, (carry.sums.loss, of_stages)
         )
         sums = replace(carry.sums, loss=loss, statistics=(of_stages, of_head))
         # Not in the branch: XLA would copy the buffer into it and out again.
         residuals = write(carry.residuals, left, row["leave_slot"])
-        return replace(carry, residuals=residuals, sums=sums), wire
+        if self._keeps_ends:
+            carry = replace(carry, ends=store(carry.ends, tuple(out), row["leave_end"]))
+        return replace(carry, residuals=residuals, sums=sums), out[0]
 
     def backward(
         self, carry: Carry, row: Row, taken: str, alone: str
@@ -228,8 +249,9 @@ class Device:
     ) -> tuple[list[Array], tuple[Tree, Tree], Gradients]:
         """What a backward takes: the residuals and cotangents of its stage.
 
-        The last stage runs forward here, and then the head. The others do if the
-        residuals are recomputed; their results were added up in their forward.
+        The last stage runs forward here, unless a forward has left its results, and
+        then the head. The others do if the residuals are recomputed; their results were
+        added up in their forward.
         """
         own, number = self.own, row["backward_micro"]
         stage = self.stage_of(row["backward_chunk"])
@@ -249,12 +271,15 @@ class Device:
 
         if own.stages.recomputes:
             out, results, residuals = run(stage)
+        elif self._keeps_ends:
+            out, results, residuals = stored()
         else:
             run_last = jax.named_scope(alone)(partial(run, own.last))
             out, results, residuals = jax.lax.cond(is_last, run_last, stored)
 
         def end(sums: Gradients) -> tuple[Any, Gradients]:
-            return self._head(sums, row, out, results)
+            ended = read(carry.ends, row["end_slot"]) if self._keeps_ends else out
+            return self._head(sums, row, ended, results)
 
         def received(sums: Gradients) -> tuple[Any, Gradients]:
             cotangent = read(carry.cotangents, row["cotangent_slot"])
@@ -293,19 +318,44 @@ class Device:
         sums = jax.lax.cond(number >= 0, work, _unchanged, carry.sums)
         return replace(carry, sums=sums)
 
-    def send_forward(self, wire: Tree) -> Tree:
-        """What the stage before sent, when every device sends to its next stage."""
-        return jax.lax.ppermute(wire, self.axis, self._next)
+    def send_forward(self, wire: Tree) -> tuple[Tree, ...]:
+        """What stages before sent, when every device sends to its next stage."""
+        before = jax.lax.ppermute(wire, self.axis, self._next)
+        is_v = self.schedule.placement == "v"
+        return (before, self._from_after(wire)) if is_v else (before,)
+
+    def send_back(self, wire: Tree) -> tuple[Tree, ...]:
+        """What stages after sent, when every device sends to the stage before."""
+        after = self._from_after(wire)
+        if self.schedule.placement != "v":
+            return (after,)
+        return after, jax.lax.ppermute(wire, self.axis, self._next)
+
+    def _from_after(self, wire: Tree) -> Tree:
+        """What the device after sent; at the turn of a "v", the device itself."""
+        back = [(after, before) for before, after in self._next]
+        received = jax.lax.ppermute(wire, self.axis, back)
+        if self.schedule.placement != "v":
+            return received
+        is_turn = self.index == self.schedule.stages - 1
+        return jax.tree.map(partial(jnp.where, is_turn), wire, received)
 
     @property
     def _next(self) -> list[tuple[int, int]]:
-        """Each device, and the one that has the next virtual stage."""
+        """Each device and the one after it, which in a loop is also the first."""
         size = self.schedule.stages
-        return [(index, (index + 1) % size) for index in range(size)]
+        last = size - 1 if self.schedule.placement == "v" else size
+        return [(index, (index + 1) % size) for index in range(last)]
+
+    @property
+    def _keeps_ends(self) -> bool:
+        """Whether the last stage runs forward in its F, and keeps what it ends with."""
+        own = self.own
+        return not (self.schedule.runs_last_in_backward or own.stages.recomputes)
 
     def stage_of(self, chunk: Array) -> Array:
         """The virtual stage of one of the device's chunks."""
-        return chunk * self.schedule.stages + self.index
+        return self.schedule.stage_of(self.index, chunk)
 
     def _laid_out(self, wire: Tree) -> Tree:
         return self.own.stages.constrain_wire(wire)

@@ -190,7 +190,9 @@ class Execution:
             ]
             for numbers in self._own_weights
         ]
-        return StageWeights(Packing.of(forms), self.call.mesh, self.call.axis)
+        packing, call = Packing.of(forms), self.call
+        numbers = call.schedule.stage_numbers
+        return StageWeights(packing, call.mesh, call.axis, numbers)
 
     @cached_property
     def _wires(self) -> Packing[Any]:

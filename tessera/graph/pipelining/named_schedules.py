@@ -5,7 +5,10 @@ Idle times are for devices whose forward costs F = 1 and whose backward costs B 
 B = 1 and W = 1 where it is split.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import cast
 
 from tessera.errors import (
     PipelineSizeError,
@@ -13,8 +16,15 @@ from tessera.errors import (
     UnknownScheduleError,
     did_you_mean,
 )
+from tessera.graph.pipelining.lock_steps import Placed, lock_steps
 from tessera.graph.pipelining.schedule_legality import check
-from tessera.graph.pipelining.schedule_table import KINDS, Op, Schedule
+from tessera.graph.pipelining.schedule_table import (
+    KINDS,
+    Kind,
+    Op,
+    Placement,
+    Schedule,
+)
 
 
 def schedule(
@@ -23,11 +33,11 @@ def schedule(
     """The schedule with a name.
 
     Args:
-      name: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+      name: "gpipe", "1f1b", "interleaved", "zero_bubble" or "dualpipev".
       stages: Devices along the pipeline.
       microbatches: Equal parts of the batch.
-      chunks: Virtual stages on each device, for "interleaved"; by default 2. The
-        others have 1.
+      chunks: Virtual stages on each device, for "interleaved"; by default 2.
+        "dualpipev" has 2, and the others have 1.
 
     Raises:
       UnknownScheduleError: [T310] there is no such schedule.
@@ -44,17 +54,23 @@ def schedule(
         )
     if name == "interleaved":
         return interleaved(stages, microbatches, 2 if chunks is None else chunks)
-    if chunks not in (None, 1):
+    if chunks not in (None, 2 if name == "dualpipev" else 1):
+        has = "two chunks" if name == "dualpipev" else "one chunk"
         raise PipelineSizeError(
-            f"the schedule {name!r} has one chunk of layers per device",
+            f"the schedule {name!r} has {has} of layers per device",
             got=f"chunks={chunks!r}",
             fix="leave chunks out, or use the schedule 'interleaved'",
         )
-    make = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}[name]
+    make = {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "zero_bubble": zero_bubble,
+        "dualpipev": dualpipev,
+    }[name]
     return make(stages, microbatches)
 
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipev")
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -166,12 +182,75 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     )
 
 
+def dualpipev(stages: int, microbatches: int) -> Schedule:
+    """DualPipeV: two chunks in a "v", a forward beside a backward, weights in between.
+
+    By DeepSeek (github.com/deepseek-ai/DualPipe) and Qi et al. 2025, from DualPipe,
+    arXiv 2412.19437. A device waits for (S-1)(F&B + B+W - 3W) chunks, in which F&B is a
+    forward with a whole backward beside it: where F, B and W take equally long, idle
+    (S-1) / (3M+S-1). Where they do not, lock-step ticks wait longer. A device stores at
+    most 2S+1 chunks, as much as S+1/2 of 1f1b's microbatches.
+
+    Raises:
+      PipelineSizeError: [T311] a size is not a positive whole number, or there are
+        fewer microbatches than virtual stages.
+
+    Example:
+      >>> print(dualpipev(stages=1, microbatches=2).as_text())
+      dualpipev: 1 stages, 2 chunks, 2 microbatches, 6 ticks, idle 0.0 %
+      tick     | 0   | 1   | 2           | 3           | 4       | 5
+      device 0 | F0a | F0b | F1a B0b W0b | F1b B0a W0a | B1b W1b | B1a W1a
+    """
+    _checked_sizes(stages=stages, microbatches=microbatches)
+    if microbatches < 2 * stages:
+        raise PipelineSizeError(
+            "the schedule 'dualpipev' needs two microbatches for each stage",
+            got=f"{microbatches} microbatches, {stages} stages",
+            fix=f"use {2 * stages} microbatches or more, or another schedule",
+        )
+    empty = Schedule("dualpipev", stages, microbatches, 2, True, (), "v")
+    orders = [_dualpipev_order(stages, microbatches, each) for each in range(stages)]
+    return _with_cells(empty, lock_steps(empty, orders))
+
+
+def _dualpipev_order(
+    stages: int, microbatches: int, device: int
+) -> Sequence[Sequence[Op]]:
+    """The blocks of a device, in the eight steps of DeepSeek's program."""
+    after, up_to = stages - 1 - device, device + 1
+    blocks = ["Fa"] * (2 * after)
+    blocks += ["Fa", "Fb"] * up_to
+    blocks += ["Bb", "W", "Fb"] * after
+    steady = ["Fa Bb W", "Fb Ba W"] * (microbatches - 2 * stages + up_to)
+    if not after:  # At the turn the next forward need not wait for the backward.
+        steady[:1] = ["Fa", "Bb W"]
+    blocks += steady
+    blocks += ["Bb W", "Fb Ba W"] * after
+    drain = ["Bb", "Ba"] * up_to
+    blocks += [f"{block} W" for block in drain[:up_to]] + drain[up_to:]
+    blocks += ["W", "Ba"] * after
+    blocks += ["W"] * up_to
+    counts, waiting = Counter[str](), list[str]()
+
+    def op(label: str) -> Op:
+        """The next op of its kind; a W is that of the first B without one."""
+        waiting.extend([label] * (label[0] == "B"))
+        if label == "W":
+            label += waiting.pop(0)[1]
+        number = counts[label]
+        counts[label] += 1
+        return Op(cast("Kind", label[0]), number, "ab".index(label[1]))
+
+    return [[op(label) for label in block.split()] for block in blocks]
+
+
 def custom(
     cells: Iterable[Iterable[Iterable[Op]]],
     *,
     microbatches: int,
     chunks: int = 1,
     splits_backward: bool = False,
+    placement: Placement = "loop",
     name: str = "custom",
 ) -> Schedule:
     """A custom schedule, if it is legal.
@@ -181,11 +260,13 @@ def custom(
       microbatches: Equal parts of the batch.
       chunks: Virtual stages on each device.
       splits_backward: Whether B leaves the gradients of weights to W.
+      placement: Which virtual stages a device has: "loop", or "v" with two chunks.
       name: Its name; not that of a named schedule.
 
     Raises:
       ScheduleError: [T309] the table cannot be executed; with every reason.
-      PipelineSizeError: [T311] a size is not a positive whole number.
+      PipelineSizeError: [T311] a size is not a positive whole number, or a "v" has
+        other than two chunks.
 
     Example:
       >>> table = [[[Op("F", 0), Op("B", 0)]], [[Op("F", 1), Op("B", 1)]]]
@@ -200,7 +281,8 @@ def custom(
         )
     stages = len(table[0]) if table else 0
     _checked_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
-    result = Schedule(name, stages, microbatches, chunks, splits_backward, table)
+    sizes = stages, microbatches, chunks
+    result = Schedule(name, *sizes, splits_backward, table, placement)
     check(result)
     return result
 
@@ -215,9 +297,6 @@ def _checked_sizes(**sizes: int) -> None:
             )
 
 
-Placed = tuple[int, int, Op]  # tick, device, op
-
-
 def _schedule_of(
     name: str,
     stages: int,
@@ -227,14 +306,19 @@ def _schedule_of(
     *,
     splits_backward: bool = False,
 ) -> Schedule:
+    empty = Schedule(name, stages, microbatches, chunks, splits_backward, ())
+    return _with_cells(empty, placed)
+
+
+def _with_cells(empty: Schedule, placed: Sequence[Placed]) -> Schedule:
     ticks = 1 + max(tick for tick, _, _ in placed)
-    cells: list[list[list[Op]]] = [[[] for _ in range(stages)] for _ in range(ticks)]
+    cells: list[list[list[Op]]]
+    cells = [[[] for _ in range(empty.stages)] for _ in range(ticks)]
     for tick, device, op in sorted(
         placed, key=lambda entry: KINDS.index(entry[2].kind)
     ):
         cells[tick][device].append(op)
-    table = tuple(tuple(map(tuple, row)) for row in cells)
-    return Schedule(name, stages, microbatches, chunks, splits_backward, table)
+    return replace(empty, cells=tuple(tuple(map(tuple, row)) for row in cells))
 
 
 def _alternating(stages: int, microbatches: int, chunks: int) -> list[Placed]:

@@ -6,9 +6,10 @@ Users may write tables; the loop that executes them checks nothing.
 
 from collections.abc import Iterator
 from itertools import product
+from typing import get_args
 
-from tessera.errors import ScheduleError
-from tessera.graph.pipelining.schedule_table import KINDS, Kind, Schedule
+from tessera.errors import PipelineSizeError, ScheduleError, did_you_mean
+from tessera.graph.pipelining.schedule_table import KINDS, Kind, Placement, Schedule
 
 MOST_PROBLEMS = 12
 
@@ -22,17 +23,20 @@ def check(schedule: Schedule) -> None:
     each microbatch and virtual stage exactly once, at most one of a kind per device and
     tick. An F comes in a later tick than the F of the stage before; a B in a later tick
     than the B of the stage after, and not before its own F; a W not before its own B.
+    Which stages are neighbors the placement says.
 
     Args:
       schedule: Any table.
 
     Raises:
       ScheduleError: [T309] it is not legal; the message lists what is wrong.
+      PipelineSizeError: [T311] its placement is "v", and its chunks are not two.
 
     Example:
       >>> from tessera.graph.pipelining import schedule
       >>> check(schedule("zero_bubble", stages=4, microbatches=8))
     """
+    _check_placement(schedule)
     problems = list(_invalid_cells(schedule))
     if not problems:
         ticks = _ticks(schedule)
@@ -46,6 +50,21 @@ def check(schedule: Schedule) -> None:
             got="\n".join(shown),
             fix="give every F, B and W one place, each after what it needs; "
             "schedule.as_text() shows the table",
+        )
+
+
+def _check_placement(schedule: Schedule) -> None:
+    placement, known = schedule.placement, get_args(Placement)
+    if placement not in known:
+        raise ScheduleError(
+            f"there is no placement {placement!r} of a pipeline's stages",
+            fix=did_you_mean(str(placement), known),
+        )
+    if placement == "v" and schedule.chunks != 2:
+        raise PipelineSizeError(
+            "the placement 'v' has two chunks of layers per device",
+            got=f"chunks={schedule.chunks}",
+            fix="use chunks=2, or the placement 'loop'",
         )
 
 
@@ -76,7 +95,7 @@ def _ticks(schedule: Schedule) -> Ticks:
     microbatches, stages = range(schedule.microbatches), range(schedule.virtual_stages)
     ticks: Ticks = {key: [] for key in product(kinds, microbatches, stages)}
     for tick, device, op in schedule.placed():
-        stage = op.chunk * schedule.stages + device
+        stage = schedule.stage_of(device, op.chunk)
         ticks[op.kind, op.microbatch, stage].append(tick)
     return ticks
 
@@ -110,6 +129,6 @@ def _wrong_order(schedule: Schedule, ticks: Ticks) -> Iterator[str]:
 
 
 def _label(schedule: Schedule, kind: Kind, microbatch: int, stage: int) -> str:
-    chunk, device = divmod(stage, schedule.stages)
+    chunk, device = stage // schedule.stages, schedule.device_of(stage)
     where = f"device {device}" + (f", chunk {chunk}" if schedule.chunks > 1 else "")
     return f"{kind}{microbatch} of {where}"

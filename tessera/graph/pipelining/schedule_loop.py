@@ -6,8 +6,10 @@ to the compiler; in it one ``lax.scan`` over the ticks of the table. In a tick a
 does the work in its cell, each kind behind a ``lax.cond``. An activation goes to the
 next stage after the forward, beside the backward; a cotangent to the stage before at
 the beginning of the next tick, beside its forward: two ``ppermute`` s, outside of the
-conditionals, where every device takes part. Where the table has all forwards before all
-backwards, as in ``gpipe``, there is a scan for each, and one ``ppermute`` in its ticks.
+conditionals, where every device takes part; four where stages are placed in a "v",
+whose next stage is on the device after or on the one before. Where the table has all
+forwards before all backwards, as in ``gpipe``, there is a scan for each, and one
+``ppermute`` in its ticks.
 The program is as long for 64 microbatches as for 8.
 
 What a forward leaves for its backward is in a ring buffer of as many slots as the table
@@ -16,7 +18,7 @@ stage again. So memory follows from the schedule: ``1f1b`` stores those of twice
 microbatches as there are stages, ``gpipe`` those of all.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B, arXiv 1806.03377; interleaved stages, arXiv
-2104.04473; zero bubble, arXiv 2401.10241.
+2104.04473; zero bubble, arXiv 2401.10241; "v", arXiv 2405.15362.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,7 +82,8 @@ class Pipeline:
 
         Args:
           weights: Each array global ``[chunks, S, ...]``, per device ``[chunks, 1,
-            ...]``: virtual stage ``k`` is at ``[k // S, k % S]``.
+            ...]``: virtual stage ``k`` is where ``k`` is in the schedule's
+            ``stage_numbers``.
           shared: Weights that are replicated over the axis.
           micros: Each array ``[M, ...]``, replicated over the axis.
           seed: f32 scalar, the cotangent of every microbatch's loss.
@@ -246,23 +249,18 @@ def _reduced(array: Array, layout: PartitionSpec, *, axes: tuple[str, ...]) -> A
 def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:
     """Outputs of the last stage, loss and statistics, over all microbatches.
 
-    What a device receives it uses in the next tick, so it stores nothing: step ``i`` of
-    device ``s`` is in tick ``i + s``, through groups of as many microbatches as there
-    are stages.
+    What a device receives it uses in the next tick, so it stores nothing.
     """
-    own, size, chunks = device.own, device.schedule.stages, device.schedule.chunks
+    own = device.own
     count = jax.tree.leaves(own.micros)[0].shape[0]
-    # With one chunk all microbatches are one group.
-    group_size = size if chunks > 1 else count
-    steps = -(-count // group_size) * group_size * chunks
+    num_ticks, step_of = _forward_steps(device, count)
     _, loss, (outputs, _) = own.result_shapes
     of_results, shapes = (loss, own.statistics), (loss, own.statistics[1])
 
     def tick(carry: Tree, tick: Array) -> tuple[Tree, None]:
         received, buffer, sums = carry
-        step = tick - device.index
-        group, chunk = step // (group_size * chunks), (step // group_size) % chunks
-        number, stage = group * group_size + step % group_size, device.stage_of(chunk)
+        is_active, number, chunk = step_of(tick)
+        stage = device.stage_of(chunk)
 
         @jax.checkpoint
         def work(received: Tree) -> tuple[Tree, Tree, Any]:
@@ -280,13 +278,50 @@ def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:
             del received
             return own.empty_wire(), zeros(outputs), zeros(of_results)
 
-        is_active = (step >= 0) & (step < steps) & (number < count)
-        wire, out, more = jax.lax.cond(is_active, work, idle, received)
+        wire = received[0]
+        if len(received) > 1:
+            select = partial(jnp.where, chunk == 0)
+            wire = jax.tree.map(select, *received)
+        wire, out, more = jax.lax.cond(is_active, work, idle, wire)
         is_last = is_active & (stage == own.last)
         buffer = store(buffer, out, jnp.where(is_last, number, -1))
         return (device.send_forward(wire), buffer, add(sums, more)), None
 
-    initial = own.empty_wire(), ring_buffer(outputs, count), zeros(of_results)
-    ticks = jnp.arange(steps + size - 1)
-    _, outputs, sums = jax.lax.scan(tick, initial, ticks)[0]
+    wires = device.initial_wires()
+    initial = wires, ring_buffer(outputs, count), zeros(of_results)
+    _, outputs, sums = jax.lax.scan(tick, initial, jnp.arange(num_ticks))[0]
     return jax.lax.psum((outputs, *sums), device.axis)
+
+
+def _forward_steps(
+    device: Device, count: int
+) -> tuple[int, Callable[[Array], tuple[Array, Array, Array]]]:
+    """The ticks of a forward alone, and what a device does in each.
+
+    In a loop step ``i`` of device ``s`` is in tick ``i + s``, through groups of as many
+    microbatches as there are stages. In a "v" a microbatch begins every other tick: the
+    device has its first chunk in even steps and its second in odd ones.
+
+    Returns:
+      The number of ticks; and a function from a tick to whether the device works, on
+      which microbatch, and with which chunk.
+    """
+    size, chunks = device.schedule.stages, device.schedule.chunks
+    # With one chunk all microbatches are one group.
+    group_size = size if chunks > 1 else count
+    steps = -(-count // group_size) * group_size * chunks
+
+    def of_loop(tick: Array) -> tuple[Array, Array, Array]:
+        step = tick - device.index
+        group, chunk = step // (group_size * chunks), (step // group_size) % chunks
+        number = group * group_size + step % group_size
+        return (step >= 0) & (step < steps) & (number < count), number, chunk
+
+    def of_v(tick: Array) -> tuple[Array, Array, Array]:
+        chunk = (tick - device.index) % 2
+        number = (tick - device.stage_of(chunk)) // 2
+        return (number >= 0) & (number < count), number, chunk
+
+    if device.schedule.placement == "v":
+        return 2 * (count - 1 + size), of_v
+    return steps + size - 1, of_loop

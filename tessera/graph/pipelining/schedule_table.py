@@ -10,12 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_lowercase
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+Placement = Literal["loop", "v"]
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+def stage_of(placement: Placement, stages: int, device: Any, chunk: Any) -> Any:
+    """The virtual stage that is a chunk of a device; integers or arrays of them.
+
+    Example:
+      >>> [stage_of("v", 2, device, chunk) for chunk in (0, 1) for device in (0, 1)]
+      [0, 1, 3, 2]
+    """
+    if placement == "v":
+        return device + chunk * (2 * stages - 1 - 2 * device)
+    return chunk * stages + device
 
 
 @dataclass(frozen=True)
@@ -43,10 +56,11 @@ class Schedule:
     """The work of each device of a pipeline, tick by tick.
 
     The layers are split into ``virtual_stages`` = ``stages`` x ``chunks``; virtual
-    stage k is chunk k // ``stages`` of device k % ``stages``. Devices go in lock-step.
-    In one tick a device does at most one F, one B and one W, in this order. It then
-    sends an activation to the next virtual stage and a gradient to the previous one,
-    which arrive for the next tick. A tick lasts as long as the slowest device's work.
+    stage k is chunk k // ``stages`` of a device, which the placement says. Devices go
+    in lock-step. In one tick a device does at most one F, one B and one W, in this
+    order. It then sends an activation to the next virtual stage and a gradient to the
+    previous one, which arrive for the next tick. A tick lasts as long as the slowest
+    device's work.
 
     Nothing is checked here: :func:`tessera.graph.pipelining.schedule_legality.check`
     says whether a table can be executed.
@@ -58,6 +72,9 @@ class Schedule:
       chunks: Virtual stages on each device, v.
       splits_backward: Whether B leaves the gradients of weights to W.
       cells: ``cells[tick][device]``, the work of that device in that tick.
+      placement: "loop" has virtual stage k on device k % S: after the last device
+        follows the first. "v", of two chunks, turns at the last device, which has
+        stages S-1 and S, and ends at the first (Qi et al. 2024, arXiv 2405.15362).
 
     Example:
       >>> from tessera.graph.pipelining import schedule
@@ -74,6 +91,7 @@ class Schedule:
     chunks: int
     splits_backward: bool
     cells: Cells
+    placement: Placement = "loop"
 
     @property
     def ticks(self) -> int:
@@ -84,6 +102,31 @@ class Schedule:
     def virtual_stages(self) -> int:
         """How many parts the layers are split into: stages x chunks."""
         return self.stages * self.chunks
+
+    def stage_of(self, device: Any, chunk: Any) -> Any:
+        """The virtual stage that is a chunk of a device; integers or arrays of them."""
+        return stage_of(self.placement, self.stages, device, chunk)
+
+    def device_of(self, stage: Any) -> Any:
+        """The device that has a virtual stage, or an array of them."""
+        if self.placement == "v":
+            return np.minimum(stage, 2 * self.stages - 1 - stage)
+        return stage % self.stages
+
+    @property
+    def stage_numbers(self) -> np.ndarray:
+        """Integers [chunks, stages]: the virtual stage of each chunk of each device."""
+        chunk = np.arange(self.chunks)[:, None]
+        return self.stage_of(np.arange(self.stages), chunk)
+
+    @property
+    def runs_last_in_backward(self) -> bool:
+        """Whether the last virtual stage runs forward in its B, and its F does nothing.
+
+        It saves its residuals where a B follows its F at once. In a "v" the device of
+        the last stage has other work between them, and would have a longer tick.
+        """
+        return self.placement == "loop"
 
     def placed(self) -> Iterator[tuple[int, int, Op]]:
         """Every op with its tick and its device."""
@@ -134,11 +177,12 @@ class Schedule:
     def busy_ticks(self, kind: Kind, ticks: slice) -> int:
         """In how many of some ticks a device does work of a kind.
 
-        The forward of the last virtual stage does not count: it is in its backward.
+        A forward of the last virtual stage that is in its backward does not count.
         """
         stage = self._stages_at_work(kind, ticks)
-        works = (stage >= 0) & ((kind != "F") | (stage < self.virtual_stages - 1))
-        return int(works.any(axis=1).sum())
+        is_last = stage == self.virtual_stages - 1
+        is_empty = is_last & (kind == "F") & self.runs_last_in_backward
+        return int(((stage >= 0) & ~is_empty).any(axis=1).sum())
 
     def ticks_of_the_last_alone(self, ticks: slice) -> int:
         """In how many of some ticks the last virtual stage alone runs forward.
@@ -153,7 +197,7 @@ class Schedule:
     def _stages_at_work(self, kind: Kind, ticks: slice) -> np.ndarray:
         """Integers [ticks, stages]: the virtual stage of each op of a kind, or -1."""
         micro, chunk = np.moveaxis(self.table(kind)[ticks], -1, 0)
-        stage = chunk * self.stages + np.arange(self.stages)
+        stage = self.stage_of(np.arange(self.stages), chunk)
         return np.where(micro >= 0, stage, -1)
 
     def costs(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -50,11 +51,13 @@ class StageWeights:
       packing: Which slot each weight of each virtual stage has.
       mesh: The mesh.
       axis: The pipeline's axis.
+      numbers: int ``[chunks, S]``, the virtual stage of each chunk of each device.
     """
 
     packing: Packing[WeightForm]
     mesh: Mesh
     axis: str
+    numbers: np.ndarray
 
     def gather(self, weights: Sequence[Sequence[Array]]) -> list[Array]:
         """All slots, each ``[chunks, S, ...]``, sharded by stage over the axis.
@@ -71,12 +74,13 @@ class StageWeights:
         ]
 
     def _slot(self, number: int, weights: Sequence[Sequence[Array]]) -> Array:
-        form, size = self.packing.slots[number], self.mesh.shape[self.axis]
+        form = self.packing.slots[number]
         members = self.packing.members(number)
-        arrays = [None if m is None else weights[m[0]][m[1]] for m in members]
+        placed = [members[stage] for stage in self.numbers.flat]
+        arrays = [None if m is None else weights[m[0]][m[1]] for m in placed]
         empty = jnp.zeros(form.shape, form.dtype)
         stacked = jnp.stack([empty if array is None else array for array in arrays])
-        stacked = stacked.reshape(-1, size, *form.shape)
+        stacked = stacked.reshape(*self.numbers.shape, *form.shape)
         # From one layout to the other XLA moves the axis by an all-to-all; the
         # transposed constraints do the same for the gradients.
         stored = PartitionSpec(None, None, *form.spec)

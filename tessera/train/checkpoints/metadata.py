@@ -69,7 +69,8 @@ class Metadata:
       mesh: Axes and sizes of the saving run's mesh, outermost first.
       processes: Number of processes that saved it.
       stages: Devices along the pipeline, and the layers ``(start, stop)`` of each
-        virtual stage, by which layer arrays are stored; None without a pipeline.
+        virtual stage, in the order in which layer arrays are stored; None without a
+        pipeline.
       cursor: Position in the data.
       random: Seed and implementation of the random keys; of a loop's state, the
         implementation of each.
@@ -157,10 +158,11 @@ def _check_array(name: str, array: Stored, mesh: Mapping[str, int]) -> None:
 
 
 def _check_stages(stages: int, runs: Sequence[tuple[int, int]]) -> None:
-    """Raise ValueError unless virtual stages share the layers from 0 on, in order."""
-    ends = [0, *(stop for _, stop in runs)]
-    are_in_order = [start for start, _ in runs] == ends[:-1] and ends == sorted(ends)
-    if stages < 1 or not runs or len(runs) % stages or not are_in_order:
+    """Raise ValueError unless virtual stages share the layers from 0 on."""
+    starts, stops = zip(*sorted(runs), strict=True) if runs else ((), ())
+    ends = [0, *stops]
+    are_all = [*starts] == ends[:-1] and ends == sorted(ends)
+    if stages < 1 or not runs or len(runs) % stages or not are_all:
         raise ValueError(f"layers {[*runs]} are not those of {stages} stages")
 
 

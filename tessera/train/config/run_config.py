@@ -38,7 +38,7 @@ MESH_AXES: Final = tuple(
     dict.fromkeys(axis for axes in RULES.values() for axis in axes)
 )
 # As the modules that implement them call them, which import JAX; a test compares them.
-SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULE_NAMES: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipev")
 CONTEXT_METHODS: Final = ("ring", "all_to_all")
 GATHERS: Final = ("microbatch", "step")
 ON_SPIKE: Final = ("none", "warn", "skip")
@@ -99,7 +99,8 @@ class TrainingConfig:
         step are cut; the same on every mesh that is to give the same bits.
       pipeline_schedule: The order of forwards and backwards over the stages of pp,
         whose microbatches are those of gradient_accumulation_steps.
-      pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved.
+      pipeline_chunks: Runs of layers on each device of pp; 1 but for interleaved,
+        and 2 for dualpipev.
       pipeline_gather: When the stages of pp gather their parameters over fsdp.
         microbatch gathers a layer wherever a microbatch runs it, and reduces its
         gradient there; step gathers all layers before the first microbatch and reduces
@@ -365,11 +366,13 @@ class Config:
     @property
     def model_options(self) -> ModelOptions:
         """What the groups ``model`` and ``training`` say of the model."""
+        is_v = self.training.pipeline_schedule == "dualpipev"
         return ModelOptions(
             sequence_parallel=self.model.sequence_parallel,
             context_parallel=self.model.context_parallel,
             remat=self.training.remat,
             pipeline_chunks=self.training.pipeline_chunks,
+            pipeline_placement="v" if is_v else "loop",
             loss_chunk=self.training.loss_chunk,
             dtype=self.training.precision.activations,
             fp8=self.training.precision.fp8,

@@ -229,11 +229,11 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:
     )
     yield Conflict(
         "training.pipeline_chunks=1",
-        "training.pipeline_schedule=interleaved",
+        "training.pipeline_schedule=interleaved|dualpipev",
         ", and the schedule needs 2 or more",
     )
     yield Conflict(
-        "training.pipeline_schedule!=interleaved",
+        "training.pipeline_schedule!=interleaved|dualpipev",
         "training.pipeline_chunks!=0|1",
         ", which has one chunk",
     )

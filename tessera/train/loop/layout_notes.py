@@ -50,7 +50,7 @@ def _pipeline_notes(run: "Run") -> list[str]:
         return []
     fewer_microbatches_warning(schedule)
     costs, head = model.layer_costs
-    notes = [describe(split.layers, costs, last=head), schedule.summary()]
+    notes = [describe(split.runs, costs, last=head), schedule.summary()]
     if run.step_config.gathers_once and run.mesh.shape.get("fsdp", 1) == 1:
         notes.append("pipeline_gather step changes nothing: 'fsdp' has one device")
     return notes

@@ -177,7 +177,7 @@ class PipelinedModel:
         model, place, split = self.model, self._place, self.model.split
         assert split is not None, "the model of a pipeline has stages"
         params = model.join(weights, shared)
-        numbers = jnp.asarray(split.numbers.reshape(-1, split.depth))
+        numbers = jnp.asarray(split.by_stage)
         own = jax.lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)
         hidden = jax.lax.cond(
             index == 0,

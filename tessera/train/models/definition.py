@@ -20,6 +20,7 @@ from tessera.errors import (
 from tessera.train.files.user_modules import described, import_user_module
 
 if TYPE_CHECKING:
+    from tessera.graph.pipelining import Placement
     from tessera.mesh import Mesh
     from tessera.train.models.model import Model
 
@@ -39,6 +40,7 @@ class ModelOptions:
       context_parallel: The attention over sequences that ``cp`` shards.
       remat: Rematerialization policies.
       pipeline_chunks: Virtual stages of each device of ``pp``.
+      pipeline_placement: Which virtual stages these are.
       loss_chunk: Tokens whose logits are computed at a time.
       dtype: Dtype of activations; None is that of the parameters.
       fp8: Whether the projections of blocks multiply 8-bit operands.
@@ -48,6 +50,7 @@ class ModelOptions:
     context_parallel: str = "ring"
     remat: Any = "named"
     pipeline_chunks: int = 1
+    pipeline_placement: "Placement" = "loop"
     loss_chunk: int | str = "auto"
     dtype: str | None = None
     fp8: bool = False

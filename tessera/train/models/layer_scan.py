@@ -86,7 +86,7 @@ def policies_of_stage(policies: Policies, split: StageSplit | None) -> Policies:
     """
     if split is None:
         return policies
-    patterns = [policies[layers.start : layers.stop] for layers in split.layers]
+    patterns = [policies[layers.start : layers.stop] for layers in split.runs]
     longest = max(patterns, key=len)
     if any(pattern != longest[: len(pattern)] for pattern in patterns):
         raise SettingConflictError(

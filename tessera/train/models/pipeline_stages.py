@@ -5,7 +5,8 @@ A model keeps each kind of layer parameter in one array with a leading ``layers`
 For a pipeline this dim becomes three: ``[chunks, stages, layers, ...]``. The second is
 sharded over the mesh axis ``pp``, so a device stores its own stages and no others,
 their gradients and their optimizer state. Virtual stage ``k``, which has the ``k``-th
-range of layers, is at ``[k // stages, k % stages]``.
+range of layers, is at ``[k // stages, k % stages]``; of a "v", where chunk ``c`` of
+device ``d`` is the stage of ``stage_of("v", stages, d, c)``.
 
 Where the layers do not divide, some stages have fewer than others, and padding: zeros
 that no layer reads, whose gradient is zero, so that they stay zeros.
@@ -14,6 +15,7 @@ that no layer reads, whose gradient is zero, so that they stay zeros.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tessera.foundations.tree import Tree
-from tessera.graph.pipelining import balanced
+from tessera.graph.pipelining import Placement, balanced, stage_of
 from tessera.mesh import Mesh
 
 
@@ -32,8 +34,8 @@ class StageSplit:
 
     Attributes:
       stages: Devices along the pipeline.
-      layers: The range of layers of each virtual stage, in order; as many as
-        ``stages``, or a multiple.
+      layers: The range of layers of each virtual stage, in the order in which stages
+        are stored; as many as ``stages``, or a multiple.
       blocks: The entry of the parameters that is stored so.
 
     Example:
@@ -47,7 +49,13 @@ class StageSplit:
     blocks: str = "decoder"
 
     @classmethod
-    def of(cls, config: Any, stages: int, chunks: int = 1) -> "StageSplit":
+    def of(
+        cls,
+        config: Any,
+        stages: int,
+        chunks: int = 1,
+        placement: Placement = "loop",
+    ) -> "StageSplit":
         """The split whose slowest virtual stage is as fast as possible.
 
         ``config.layer_costs`` are sizes of matmuls, as those of ``Model``. The first
@@ -57,7 +65,10 @@ class StageSplit:
           PipelineSizeError: [T311] there are more virtual stages than layers.
         """
         costs, head = config.layer_costs
-        return cls(stages, _balanced(tuple(costs), stages * chunks, head))
+        runs = _balanced(tuple(costs), stages * chunks, head)
+        places = product(range(chunks), range(stages))
+        stored = [stage_of(placement, stages, d, chunk) for chunk, d in places]
+        return cls(stages, tuple(runs[stage] for stage in stored))
 
     @property
     def chunks(self) -> int:
@@ -72,7 +83,12 @@ class StageSplit:
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return self.layers[-1].stop
+        return max(layers.stop for layers in self.layers)
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """The range of layers of each virtual stage, in the order of the layers."""
+        return tuple(sorted(self.layers, key=lambda layers: layers[0]))
 
     @property
     def numbers(self) -> np.ndarray:
@@ -80,10 +96,18 @@ class StageSplit:
 
         The numbers of padding are those from the number of layers on.
         """
-        padding = range(self.num_layers, self.num_layers + self.depth)
-        rows = [[*layers, *padding] for layers in self.layers]
-        table = np.array([row[: self.depth] for row in rows], np.int32)
+        table = self._numbers_of(self.layers)
         return table.reshape(self.chunks, self.stages, self.depth)
+
+    @property
+    def by_stage(self) -> np.ndarray:
+        """int32 ``[virtual stages, depth]``: the same for each virtual stage."""
+        return self._numbers_of(self.runs)
+
+    def _numbers_of(self, runs: Sequence[range]) -> np.ndarray:
+        padding = range(self.num_layers, self.num_layers + self.depth)
+        rows = [[*layers, *padding] for layers in runs]
+        return np.array([row[: self.depth] for row in rows], np.int32)
 
     @property
     def is_even(self) -> bool:
@@ -112,7 +136,7 @@ class StageSplit:
 
     def _stacked(self, layers: Array) -> Array:
         shape = self.shape(layers.shape)
-        if self.is_even:
+        if self._is_plain:
             return layers.reshape(shape)
         rows = jnp.take(
             layers, self.numbers.reshape(-1), axis=0, mode="fill", fill_value=0
@@ -121,10 +145,15 @@ class StageSplit:
 
     def _unstacked(self, stored: Array) -> Array:
         rows = stored.reshape(-1, *stored.shape[3:])
-        if self.is_even:
+        if self._is_plain:
             return rows
-        numbers = self.numbers.reshape(-1)
-        return rows[np.flatnonzero(numbers < self.num_layers)]
+        order = np.argsort(self.numbers.reshape(-1), kind="stable")
+        return rows[order[: self.num_layers]]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether layers are stored in their order, without padding."""
+        return self.is_even and self.layers == self.runs
 
 
 @cache
@@ -132,7 +161,9 @@ def _balanced(costs: tuple[float, ...], parts: int, head: float) -> tuple[range,
     return balanced(costs, parts, last=head)
 
 
-def split_of(mesh: Mesh | None, config: Any, chunks: int) -> StageSplit | None:
+def split_of(
+    mesh: Mesh | None, config: Any, chunks: int, placement: Placement = "loop"
+) -> StageSplit | None:
     """The layers of each stage; None where the mesh has no ``pp``.
 
     Raises:
@@ -140,4 +171,4 @@ def split_of(mesh: Mesh | None, config: Any, chunks: int) -> StageSplit | None:
     """
     if mesh is None or "pp" not in mesh.axes:
         return None
-    return StageSplit.of(config, mesh.shape["pp"], chunks)
+    return StageSplit.of(config, mesh.shape["pp"], chunks, placement)

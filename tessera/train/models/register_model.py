@@ -133,7 +133,8 @@ class RegisteredDefinition(ModelDefinition):
         if self.blocks is None:
             return RegisteredModel(config, self, dtype=options.dtype)
         model = RegisteredModel(config, self, remat=options.remat, dtype=options.dtype)
-        split = split_of(mesh, model, options.pipeline_chunks)
+        chunks, placement = options.pipeline_chunks, options.pipeline_placement
+        split = split_of(mesh, model, chunks, placement)
         return replace(model, split=split and replace(split, blocks=self.blocks))
 
     def problems(

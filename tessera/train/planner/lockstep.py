@@ -21,12 +21,14 @@ class Lockstep:
       lengths: int ``[runs]``: ticks that follow each other with the same work.
       stages: Devices along the pipeline.
       chunks: Virtual stages on each device.
+      end: The device of the last virtual stage.
     """
 
     works: dict[Kind, np.ndarray]
     lengths: np.ndarray
     stages: int
     chunks: int
+    end: int = -1
 
     @classmethod
     def of(cls, name: str, stages: int, microbatches: int, chunks: int) -> "Lockstep":
@@ -41,7 +43,8 @@ class Lockstep:
             table = schedule(name, stages, microbatches, depth)
             kinds: tuple[Kind, ...] = ("F", "B", "W")[: 2 + table.splits_backward]
             works = {kind: table.table(kind)[..., 0] >= 0 for kind in kinds}
-            return cls(works, np.ones(table.ticks, int), stages, chunks)
+            end = int(table.device_of(table.virtual_stages - 1))
+            return cls(works, np.ones(table.ticks, int), stages, chunks, end)
         # A table of thousands of ticks takes long, and few of its ticks differ.
         device, count = np.arange(stages), microbatches * chunks
         wait = stages * chunks - 1 if name != "gpipe" else microbatches + stages - 1

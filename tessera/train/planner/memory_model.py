@@ -9,8 +9,10 @@ differentiated, so are the layer's own results and the gradients so far.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
+from tessera.graph.pipelining import allocate, schedule
 from tessera.ops.linear_loss_chunks import chunk_rows
 from tessera.targets.machine import Machine
 from tessera.train.planner.device_work import DeviceWork
@@ -154,6 +156,8 @@ def slots_of(layout: Layout) -> tuple[int, int, int]:
     In the stages of ``layout.chunks`` parts each, as ``buffer_slots.py`` counts them.
     """
     stages, count, chunks = layout.sizes["pp"], layout.microbatches, layout.chunks
+    if layout.schedule == "dualpipev":
+        return _slots_of_v(stages, min(count, 4 * stages), layout.recomputes_stages)
     splits = min(count, stages) if layout.schedule == "zero_bubble" else 0
     if layout.schedule == "gpipe":
         return count, (0 if layout.recomputes_stages else count + 1), splits
@@ -161,6 +165,13 @@ def slots_of(layout: Layout) -> tuple[int, int, int]:
     if layout.recomputes_stages:
         return max(waiting - 2, 1), 0, splits
     return 1, waiting, splits
+
+
+@cache
+def _slots_of_v(stages: int, count: int, recomputes: bool) -> tuple[int, int, int]:
+    """The same from a table; more microbatches need no more slots."""
+    slots = allocate(schedule("dualpipev", stages, count), recomputes=recomputes)
+    return slots.input_slots, slots.residual_slots, slots.weight_slots
 
 
 def _weight_residuals(device: DeviceWork, layout: Layout) -> float:

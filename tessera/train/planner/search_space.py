@@ -148,7 +148,9 @@ class Space:
             options = [("interleaved", chunks)] if chunks > 1 else options[:2]
         if "training.pipeline_schedule" in self.pinned:
             name = training.pipeline_schedule
-            options = [each for each in options if each[0] == name] or [(name, 1)]
+            options = [each for each in options if each[0] == name] or [
+                (name, 2 if name == "dualpipev" else 1)
+            ]
         return list(options)
 
     def _choices(self, part: str, choices: Collection[Any]) -> Collection[Any]:

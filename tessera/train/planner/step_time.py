@@ -299,7 +299,7 @@ class _Prediction:
     def _stages(self, table: Lockstep) -> tuple[np.ndarray, np.ndarray]:
         """The share of each stage in the layers' time, and in that of the ends."""
         ends = np.zeros(table.stages)
-        ends[-1] = 1.0
+        ends[table.end] = 1.0
         split = self.built.split
         if split is None:
             return np.full(table.stages, 1.0 / table.stages), ends

@@ -25,6 +25,7 @@ from tessera.graph.pipelining import Op, Schedule, custom, schedule
 from tessera.graph.pipelining.device_stages import Stages
 from tessera.graph.pipelining.device_tick import Gradients
 from tessera.graph.pipelining.schedule_loop import Pipeline
+from tessera.graph.pipelining.schedule_table import Placement
 from tessera.mesh import Mesh
 from tests.graph.pipelines import cases
 
@@ -170,9 +171,20 @@ def _reference(count: int, microbatches: int) -> Gradients:
     return jax.jit(by_autodiff)(*arguments(count, count, microbatches))
 
 
+def placed(table: Schedule, weights: Any) -> Any:
+    """Weights ``[chunks, stages, ...]`` of a loop, where a table has their stages."""
+
+    def own(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, *array.shape[2:])[table.stage_numbers]
+
+    return jax.tree.map(own, weights)
+
+
 def check(table: Schedule, mesh: Mesh, *, recomputes: bool = False) -> None:
     """Everything that the loop gives under a table, beside autodiff."""
-    given = arguments(table.virtual_stages, table.stages, table.microbatches)
+    sizes = table.virtual_stages, table.stages, table.microbatches
+    weights, *others = arguments(*sizes)
+    given = placed(table, weights), *others
     stages = stages_of(table.virtual_stages, recomputes=recomputes)
     pipeline = Pipeline(table, stages, mesh, "pp")
 
@@ -182,7 +194,8 @@ def check(table: Schedule, mesh: Mesh, *, recomputes: bool = False) -> None:
         )
 
     got = jax.jit(run)(*given)
-    want = reference(table.virtual_stages, table.stages, table.microbatches)
+    want = reference(*sizes)
+    want = dataclasses.replace(want, weights=placed(table, want.weights))
     for name in ("loss", "statistics", "weights", "shared", "micros", "outputs"):
         close(getattr(got, name), getattr(want, name))
     own = got.weights[0]
@@ -204,6 +217,10 @@ def check(table: Schedule, mesh: Mesh, *, recomputes: bool = False) -> None:
         pytest.param("zero_bubble", 2, 3, 1, True, marks=pytest.mark.full),
         pytest.param("zero_bubble", 2, 1, 1, False, marks=pytest.mark.full),
         pytest.param("interleaved", 1, 3, 4, False, marks=pytest.mark.full),
+        ("dualpipev", 2, 5, 2, False),
+        pytest.param("dualpipev", 4, 8, 2, False, marks=pytest.mark.full),
+        pytest.param("dualpipev", 2, 4, 2, True, marks=pytest.mark.full),
+        pytest.param("dualpipev", 1, 3, 2, False, marks=pytest.mark.full),
     ],
 )
 def test_a_schedule_gives_what_autodiff_gives(
@@ -218,9 +235,16 @@ def test_the_other_axes_of_the_mesh_split_what_stages_compute():
     check(schedule("zero_bubble", 2, 4), mesh_of(pp=2, fsdp=2, tp=2))
 
 
-def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
-    """A legal table of two devices and three microbatches, of what came to mind."""
-    pick, size, microbatches = random.Random(seed), 2, 3
+def any_table(
+    seed: int,
+    *,
+    chunks: int,
+    splits_backward: bool,
+    placement: Placement = "loop",
+    size: int = 2,
+) -> Schedule:
+    """A legal table of a few devices and three microbatches, of what came to mind."""
+    pick, microbatches = random.Random(seed), 3
     last_stage = size * chunks - 1
     kinds = ("F", "B", "W") if splits_backward else ("F", "B")
     left = {(k, m, s) for k in kinds for m in range(3) for s in range(last_stage + 1)}
@@ -233,7 +257,9 @@ def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
             for kind in kinds:
                 ready = []
                 for k, m, s in sorted(left):
-                    if k != kind or s % size != device:
+                    goes_back = placement == "v" and s >= size
+                    own = 2 * size - 1 - s if goes_back else s % size
+                    if k != kind or own != device:
                         continue
                     needs = {
                         "F": s == 0 or ("F", m, s - 1) in before,
@@ -254,7 +280,22 @@ def any_table(seed: int, *, chunks: int, splits_backward: bool) -> Schedule:
         microbatches=microbatches,
         chunks=chunks,
         splits_backward=splits_backward,
+        placement=placement,
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "splits_backward", "recomputes"),
+    [(2, True, False), (3, True, False), (2, False, True), (3, False, False)],
+)
+@pytest.mark.parametrize("seed", [2, 5])
+def test_so_does_any_table_whose_stages_turn_at_the_last_device(
+    size, splits_backward, recomputes, seed
+):
+    sizes = {"chunks": 2, "size": size, "splits_backward": splits_backward}
+    table = any_table(seed, placement="v", **sizes)
+    check(table, mesh_of(pp=size), recomputes=recomputes)
 
 
 @pytest.mark.full
@@ -272,15 +313,21 @@ def test_any_legal_table_gives_what_autodiff_gives(seed, splits_backward):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("size", "microbatches", "chunks"),
-    # They are no multiples of the stages, with chunks and without.
-    [(4, 6, 1), (2, 3, 2)],
+    ("size", "microbatches", "table"),
+    # They are no multiples of the stages, with chunks and without. The table is not
+    # read: it has as many microbatches as there are.
+    [
+        (4, 6, schedule("1f1b", 4, 4)),
+        (2, 3, schedule("interleaved", 2, 2, 2)),
+        (3, 4, schedule("dualpipev", 3, 6)),
+        (1, 2, schedule("dualpipev", 1, 2)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_forward_only_gives_outputs_and_their_gradients(size, microbatches, chunks):
-    count = size * chunks
-    given = arguments(count, size, microbatches)
-    # Its table is not read: it has as many microbatches as there are.
-    table = schedule("interleaved", size, size, chunks)
+def test_forward_only_gives_outputs_and_their_gradients(size, microbatches, table):
+    count = table.virtual_stages
+    weights, *others = arguments(count, size, microbatches)
+    given = placed(table, weights), *others
     pipeline = Pipeline(table, stages_of(count), mesh_of(pp=size), "pp")
 
     def loss(weights: Any, shared: Any, floats: Any, label: Any) -> Any:
@@ -294,7 +341,7 @@ def test_forward_only_gives_outputs_and_their_gradients(size, microbatches, chun
     (own, of_shared, of_micros), more = run(weights, shared, micros, label)
     want = reference(count, size, microbatches)
     close(more, (want.outputs, want.loss, want.statistics))
-    close((own, of_shared), (want.weights, want.shared))
+    close((own, of_shared), (placed(table, want.weights), want.shared))
     close([of_micros[k] for k in sorted(of_micros)], list(want.micros.values()))
 
 

@@ -33,7 +33,9 @@ class DecoderDefinition(ModelDefinition):
             remat=options.remat,
             dtype=options.dtype,
             fp8=options.fp8,
-            split=split_of(mesh, config, options.pipeline_chunks),
+            split=split_of(
+                mesh, config, options.pipeline_chunks, options.pipeline_placement
+            ),
         )
 
     def widths(self, config: DecoderConfig, length: int) -> Mapping[str, int]:
