@@ -11,6 +11,7 @@ import pytest
 
 import tessera as ts
 from tessera import dist, errors, graph, op
+from tessera.graph.pipelining import schedule as schedule_of
 from tessera.mesh import Mesh
 from tests.graph.pipelines import BATCH, ROWS, TWO, WIDTH, dense, normal
 
@@ -84,6 +85,9 @@ def test_there_is_a_stage_for_each_device():
     )
     with pytest.raises(errors.PipelineSizeError):
         model_of(*"abc", called="abc", schedule="interleaved")
+    for schedule in ("dualpipev", schedule_of("interleaved", 2, 2, 2)):
+        with pytest.raises(errors.PipelineSizeError, match="use 4 stages"):
+            model_of("a", "b", called="ab", schedule=schedule)
 
 
 def test_a_policy_of_residuals_is_one_of_remat():

@@ -105,9 +105,14 @@ def step_config(
     """The trainer's step of a model in stages, on as many devices as the mesh has."""
     devices = range(math.prod(shape.values()))
     mesh = Mesh(list(shape), devices=devices, shape=[*shape.values()])
+    table = schedule_of(mesh, schedule, chunks, microbatches)
+    assert table is not None
     return StepConfig(
         model=DecoderModel(
-            CONFIG, split=split_of(mesh, CONFIG, chunks), dtype=dtype, **options
+            CONFIG,
+            split=split_of(mesh, CONFIG, chunks, table.placement),
+            dtype=dtype,
+            **options,
         ),
         optimizer=ADAMW,
         learning_rate=RATE,
@@ -115,7 +120,7 @@ def step_config(
         accumulation=microbatches,
         zero_stage=zero_stage,
         loss_chunk=6,
-        schedule=schedule_of(mesh, schedule, chunks, microbatches),
+        schedule=table,
         gathers_once=gathers_once,
     )
 
@@ -193,6 +198,21 @@ CASES = {
         "1f1b",
         {"microbatches": 6, "remat": "named", "gathers_once": True},
     ),
+    "v": (
+        {"pp": 2, "fsdp": 2, "tp": 2},
+        "dualpipev",
+        {"chunks": 2, "remat": "named", "microbatches": 6},
+    ),
+    "v_gathered_once": (
+        {"dp": 2, "pp": 2, "fsdp": 2},
+        "dualpipev",
+        {"chunks": 2, "microbatches": 6, "remat": "full", "gathers_once": True},
+    ),
+    "v_whose_stages_are_mixed": (
+        {"pp": 2},
+        "dualpipev",
+        {"chunks": 2, "remat": ("none", "full", "none", "none", "none")},
+    ),
     "ring": ({"pp": 2, "cp": 2}, "1f1b", {"remat": "named"}),
     "mixed": (
         {"pp": 2},
@@ -231,7 +251,7 @@ def test_gradients_are_those_of_one_device(case):
         jax.tree.map(lambda gradient: 0.5 * gradient, want.gradients),
         5e-6,
     )
-    if case in ("chunks_of_parallel_sequences", "gathered_once", "ring"):
+    if case in ("chunks_of_parallel_sequences", "gathered_once", "ring", "v"):
         sums, _ = make_eval_step(config)(params, batches()[0])
         np.testing.assert_allclose(sums["loss"], want.loss, rtol=1e-6)
 

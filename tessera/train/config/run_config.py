@@ -366,7 +366,12 @@ class Config:
     @property
     def model_options(self) -> ModelOptions:
         """What the groups ``model`` and ``training`` say of the model."""
-        is_v = self.training.pipeline_schedule == "dualpipev"
+        training = self.training
+        # With other chunks the schedule is refused.
+        is_v = (training.pipeline_schedule, training.pipeline_chunks) == (
+            "dualpipev",
+            2,
+        )
         return ModelOptions(
             sequence_parallel=self.model.sequence_parallel,
             context_parallel=self.model.context_parallel,

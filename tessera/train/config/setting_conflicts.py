@@ -229,8 +229,13 @@ def _excluded(config: Config, sizes: Sizes) -> Iterator[Conflict]:
     )
     yield Conflict(
         "training.pipeline_chunks=1",
-        "training.pipeline_schedule=interleaved|dualpipev",
+        "training.pipeline_schedule=interleaved",
         ", and the schedule needs 2 or more",
+    )
+    yield Conflict(
+        "training.pipeline_chunks!=2",
+        "training.pipeline_schedule=dualpipev",
+        ", and the schedule needs 2",
     )
     yield Conflict(
         "training.pipeline_schedule!=interleaved|dualpipev",

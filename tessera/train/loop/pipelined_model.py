@@ -77,6 +77,10 @@ class PipelinedModel:
         return {**of_head, **of_blocks}
 
     def _pipeline(self, batch: Tree) -> Pipeline:
+        split, numbers = self.model.split, self.schedule.stage_numbers
+        assert split is not None, "the model of a pipeline has stages"
+        placed = tuple(split.runs[stage] for stage in numbers.flat)
+        assert split.layers == placed, "devices store the stages that they run"
         return Pipeline(
             self.schedule,
             self._stages(batch),

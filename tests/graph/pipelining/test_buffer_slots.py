@@ -27,6 +27,7 @@ def execute_with(table: Schedule, slots: Slots, recomputes: bool) -> None:
     left = [[None] * slots.residual_slots for _ in range(stages)]
     cotangents = [[None] * slots.cotangent_slots for _ in range(stages)]
     kept = [[None] * slots.weight_slots for _ in range(stages)]
+    ends = [[None] * slots.end_slots for _ in range(stages)]
     sent: dict[str, list] = {"F": [None] * stages, "B": [None] * stages}
     for tick in range(table.ticks):
         arrived, sent = sent, {"F": [None] * stages, "B": [None] * stages}
@@ -34,14 +35,24 @@ def execute_with(table: Schedule, slots: Slots, recomputes: bool) -> None:
             if (slot := slots.receive_forward[tick, device]) >= 0:
                 inputs[device][slot] = arrived["F"][device - 1]
             if (slot := slots.receive_backward[tick, device]) >= 0:
-                cotangents[device][slot] = arrived["B"][(device + 1) % stages]
-            rings = inputs[device], left[device], cotangents[device], kept[device]
+                cotangents[device][slot] = arrived["B"][after(table, device)]
+            if (slot := slots.turned_forward[tick, device]) >= 0:
+                inputs[device][slot] = arrived["F"][after(table, device)]
+            if (slot := slots.turned_backward[tick, device]) >= 0:
+                cotangents[device][slot] = arrived["B"][device - 1]
+            rings = [ring[device] for ring in (inputs, left, cotangents, kept, ends)]
             run(table, slots, recomputes, (tick, device), rings, sent)
+
+
+def after(table: Schedule, device: int) -> int:
+    """Who is behind a device: in a "v" the last one sends to itself."""
+    turns = table.placement == "v" and device == table.stages - 1
+    return device if turns else (device + 1) % table.stages
 
 
 def run(table, slots, recomputes, place, rings, sent) -> None:
     last, (tick, device) = table.virtual_stages - 1, place
-    inputs, left, cotangents, kept = rings
+    inputs, left, cotangents, kept, ends = rings
     # Every tick writes these buffers, at first what is then overwritten.
     for ring, slot in ((left, slots.leave_slot), (kept, slots.keep_slot)):
         if ring:
@@ -55,13 +66,19 @@ def run(table, slots, recomputes, place, rings, sent) -> None:
     for kind in KINDS:
         m, chunk = table.table(kind)[tick, device].tolist()
         stage = chunk * table.stages + device
+        if table.placement == "v" and chunk:
+            stage = 2 * table.stages - 1 - device
+        waits = table.placement == "v" and not recomputes
         if m >= 0 and kind == "F":
             read(inputs, slots.forward_slot, (m, stage), stage > 0)
-            if not recomputes and stage < last:
+            if waits and stage == last:
+                ends[slots.leave_end[tick, device]] = (m, stage)
+            if not recomputes and (stage < last or waits):
                 left[slots.leave_slot[tick, device]] = (m, stage)
             sent["F"][device] = (m, stage + 1)
         elif m >= 0 and kind == "B":
-            runs_again = recomputes or stage == last
+            runs_again = recomputes or (stage == last and not waits)
+            read(ends, slots.end_slot, (m, stage), waits and stage == last)
             read(inputs, slots.backward_slot, (m, stage), runs_again and stage > 0)
             read(left, slots.residual_slot, (m, stage), not runs_again)
             read(cotangents, slots.cotangent_slot, (m, stage), stage < last)
@@ -77,7 +94,8 @@ def test_every_op_reads_what_was_sent_for_it(name, stages, microbatches, chunks)
     if name == "interleaved":
         execute(schedule(name, stages, stages * -(-microbatches // 3), chunks))
     else:
-        execute(schedule(name, stages, microbatches))
+        least = 2 * stages if name == "dualpipev" else 0
+        execute(schedule(name, stages, least + microbatches))
 
 
 @pytest.mark.full
@@ -97,6 +115,7 @@ def test_so_does_it_in_a_table_with_arbitrary_waits(name, stages, rng):
         microbatches=made.microbatches,
         chunks=made.chunks,
         splits_backward=made.splits_backward,
+        placement=made.placement,
     )
     execute(table)
 
@@ -105,16 +124,18 @@ def test_so_does_it_in_a_table_with_arbitrary_waits(name, stages, rng):
 def test_no_ring_has_a_slot_more_than_are_in_use_at_once(name):
     table = schedule(name, 4, 12)
     ticks = {
-        (op.kind, op.microbatch, op.chunk * 4 + device): tick
+        (op.kind, op.microbatch, table.stage_of(device, op.chunk)): tick
         for tick, device, op in table.placed()
     }
+    owner, last = table.device_of, table.virtual_stages - 1
     inputs = np.zeros((table.ticks, 4), int)
     left = np.ones((table.ticks, 4), int)  # every tick writes somewhere
     for (kind, m, stage), tick in ticks.items():
-        if kind == "F" and stage + 1 < table.virtual_stages:
-            inputs[tick + 1 : ticks["B", m, stage + 1] + 1, (stage + 1) % 4] += 1
-            left[tick : ticks["B", m, stage] + 1, stage % 4] += 1
-            left[tick, stage % 4] -= 1
+        if kind == "F" and stage < last:
+            inputs[tick + 1 : ticks["B", m, stage + 1] + 1, owner(stage + 1)] += 1
+        if kind == "F" and (stage < last or not table.runs_last_in_backward):
+            left[tick : ticks["B", m, stage] + 1, owner(stage)] += 1
+            left[tick, owner(stage)] -= 1
     assert allocate(table, recomputes=True).input_slots == inputs.max()
     assert allocate(table).residual_slots == left.max()
 

@@ -11,6 +11,7 @@ from tessera.graph.pipelining import Op, custom, schedule
 from tessera.graph.pipelining.buffer_slots import allocate
 from tessera.graph.pipelining.named_schedules import (
     NAMES,
+    dualpipev,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -76,6 +77,41 @@ def test_zero_bubble_waits_as_1f1b_does_but_for_no_weight_gradient(stages):
 def test_zero_bubble_waits_less_than_1f1b_where_the_backward_runs_the_forward_again():
     split = schedule("zero_bubble", 8, 64).idle_fraction(1, 2, 1)
     assert split < one_f_one_b(8, 64).idle_fraction(1, 3)
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_dualpipev_waits_as_deepseek_says_where_all_work_takes_equally_long(stages):
+    for m in (2 * stages, 2 * stages + 1, 3 * stages, 8 * stages):
+        table = dualpipev(stages, m)
+        check(table)
+        # (PP/2 - 1)(F&B + B - 3W) with PP = 2S: of chunks, two of which are a device.
+        bubble = (stages - 1) * (3 + 2 - 3) / 2
+        expected = bubble / (3 * m + bubble)
+        assert table.idle_fraction() == pytest.approx(expected)
+        assert table.ticks < 6 * m + 2 * (stages - 1)  # fewer than units of time
+
+
+def test_dualpipev_keeps_two_chunks_for_each_device_and_one():
+    for stages in (2, 4, 8):
+        for m in (2 * stages, 4 * stages, 16 * stages):
+            slots = allocate(dualpipev(stages, m))
+            # One more is free to be written.
+            assert slots.residual_slots == 2 * stages + 2
+            assert slots.weight_slots == stages + 1
+            assert (slots.input_slots, slots.cotangent_slots) == (2, 2)
+
+
+def test_dualpipev_needs_two_microbatches_for_each_stage():
+    with pytest.raises(PipelineSizeError) as caught:
+        schedule("dualpipev", 4, 7)
+    assert str(caught.value).splitlines()[:3] == [
+        "[T311] the schedule 'dualpipev' needs two microbatches for each stage",
+        "  got: 7 microbatches, 4 stages",
+        "  fix: use 8 microbatches or more, or another schedule",
+    ]
+    with pytest.raises(PipelineSizeError, match="has two chunks of layers per device"):
+        schedule("dualpipev", 2, 4, chunks=3)
+    assert schedule("dualpipev", 2, 4, chunks=2) == dualpipev(2, 4)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +201,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     assert str(caught.value) == (
         "[T310] there is no pipeline schedule 'zerobubble'\n"
         "  fix: did you mean 'zero_bubble'? Known: 'gpipe', '1f1b', 'interleaved', "
-        "'zero_bubble'\n"
+        "'zero_bubble', 'dualpipev'\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T310.html"
     )
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.errors import ScheduleError
-from tessera.graph.pipelining import Op, Schedule, schedule
+from tessera.errors import PipelineSizeError, ScheduleError
+from tessera.graph.pipelining import Op, Schedule, custom, schedule
 from tessera.graph.pipelining.named_schedules import NAMES, one_f_one_b
 from tessera.graph.pipelining.schedule_legality import check
 from tessera.graph.pipelining.schedule_table import KINDS
@@ -32,7 +32,8 @@ def tables(draw: st.DrawFn) -> Schedule:
     if name == "interleaved":
         groups, chunks = draw(st.integers(1, 2)), draw(st.integers(1, 3))
         return schedule(name, stages, groups * stages, chunks)
-    return schedule(name, stages, draw(st.integers(1, 6)))
+    least = 2 * stages if name == "dualpipev" else 1
+    return schedule(name, stages, draw(st.integers(least, least + 5)))
 
 
 def is_executable(table: Schedule) -> bool:
@@ -47,6 +48,8 @@ def is_executable(table: Schedule) -> bool:
                 return False
             for op in sorted(cell, key=lambda op: KINDS.index(op.kind)):
                 m, stage = op.microbatch, op.chunk * table.stages + device
+                if table.placement == "v" and op.chunk:
+                    stage = 2 * table.stages - 1 - device
                 if (op.kind, m, stage) in done:
                     return False
                 if op.kind == "F" and stage > 0 and ("F", m, stage - 1) not in before:
@@ -138,6 +141,32 @@ def test_an_op_before_what_it_needs_is_refused(table, rng):
     grid[needed - 1][device] = [Op(kind, m, chunk)]
     with pytest.raises(ScheduleError):
         check(with_cells(table, grid))
+
+
+@pytest.mark.parametrize(
+    ("placement", "chunks", "error", "text"),
+    [
+        ("w", 2, ScheduleError, "[T309] there is no placement 'w' of a pipeline's st"),
+        ("v", 1, PipelineSizeError, "[T311] the placement 'v' has two chunks of laye"),
+        ("v", 3, PipelineSizeError, "[T311] the placement 'v' has two chunks of laye"),
+    ],
+)
+def test_a_placement_that_no_loop_executes_is_refused(placement, chunks, error, text):
+    cells = schedule("interleaved", 2, 2, chunks).cells
+    with pytest.raises(error) as caught:
+        custom(cells, microbatches=2, chunks=chunks, placement=placement)
+    assert str(caught.value).startswith(text)
+
+
+def test_neighbors_of_a_table_are_those_of_its_placement():
+    made = schedule("dualpipev", 2, 4)
+    sizes = {"microbatches": 4, "chunks": 2, "splits_backward": True}
+    assert custom(made.cells, placement="v", **sizes).cells == made.cells
+    with pytest.raises(ScheduleError, match="F0 of device 1, chunk 1 at tick 2 is not"):
+        custom(made.cells, **sizes)
+    loop = schedule("interleaved", 2, 4)
+    with pytest.raises(ScheduleError, match="F0 of device 0, chunk 1 at tick 2 is not"):
+        custom(loop.cells, placement="v", microbatches=4, chunks=2)
 
 
 def test_the_message_lists_everything_that_is_wrong():

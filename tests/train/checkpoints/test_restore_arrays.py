@@ -31,6 +31,11 @@ MESHES: dict[str, dict[str, Any]] = {
         "pipeline_schedule": "interleaved",
         "pipeline_chunks": 2,
     },
+    "dualpipev": {
+        "pp": 2,
+        "pipeline_schedule": "dualpipev",
+        "pipeline_chunks": 2,
+    },
     "dp 2 pp 2, zero 1": {"dp": 2, "pp": 2, "zero_stage": 1},
     "dp 4, zero 3": {"dp": 4, "zero_stage": 3},
     "offloaded": {"dp": 2, "zero_stage": 1, "offload_optimizer": True},
@@ -76,7 +81,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize(
     "names",
     [
-        ("pp 2, of 3 and 2 layers", "dp 2 fsdp 2 tp 2"),
+        ("dualpipev", "dp 2 fsdp 2 tp 2"),
         pytest.param(tuple(MESHES), marks=pytest.mark.full),
     ],
     ids=["some meshes", "all meshes"],

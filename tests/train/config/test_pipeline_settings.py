@@ -18,6 +18,7 @@ STAGES = ((2, 1), ("pp", "tp"))
         ("1f1b", 1),
         ("interleaved", 3),
         ("zero_bubble", 1),
+        ("dualpipev", 2),
     ],
 )
 def test_every_schedule_is_legal(name, chunks):
@@ -38,6 +39,18 @@ def test_every_schedule_is_legal(name, chunks):
             1,
             "training.pipeline_schedule=interleaved; training.pipeline_chunks=1, and "
             "the schedule needs 2 or more",
+        ),
+        (
+            "dualpipev",
+            1,
+            "training.pipeline_schedule=dualpipev; training.pipeline_chunks=1, and "
+            "the schedule needs 2",
+        ),
+        (
+            "dualpipev",
+            3,
+            "training.pipeline_schedule=dualpipev; training.pipeline_chunks=3, and "
+            "the schedule needs 2",
         ),
         (
             "gpipe",
@@ -78,6 +91,19 @@ def test_stages_with_experts_gather_parameters_where_they_compute():
         "  fix: leave it out\n"
         "  docs: https://tessera-spmd.github.io/tessera/errors/T507.html"
     )
+
+
+def test_dualpipev_needs_two_microbatches_for_each_stage():
+    (error,) = check(
+        settings(
+            mesh_shape=STAGES,
+            pipeline_schedule="dualpipev",
+            pipeline_chunks=2,
+            gradient_accumulation_steps=3,
+        )
+    )
+    assert error.code == "T311"
+    assert "dualpipev" in str(error)
 
 
 def test_interleaved_chunks_need_a_multiple_of_the_stages_as_microbatches():

@@ -12,11 +12,19 @@ from tessera.train.planner.memory_model import slots_of
 @pytest.mark.parametrize("remat", ["full", "named"])
 @pytest.mark.parametrize(
     ("name", "chunks"),
-    [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble", 1)],
+    [
+        ("1f1b", 1),
+        ("gpipe", 1),
+        ("interleaved", 2),
+        ("zero_bubble", 1),
+        ("dualpipev", 2),
+    ],
 )
 def test_slots_are_those_of_the_table(name, chunks, remat):
     for stages in (2, 4, 8):
-        for count in (stages, 2 * stages, 4 * stages):
+        for count in (stages, 2 * stages, 4 * stages, 8 * stages):
+            if name == "dualpipev" and count < 2 * stages:
+                continue
             layout = Layout(
                 (("pp", stages),), 1, count, remat, schedule=name, chunks=chunks
             )
