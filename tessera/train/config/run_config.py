@@ -366,17 +366,14 @@ class Config:
     @property
     def model_options(self) -> ModelOptions:
         """What the groups ``model`` and ``training`` say of the model."""
-        training = self.training
+        chunks = self.training.pipeline_chunks
         # With other chunks the schedule is refused.
-        is_v = (training.pipeline_schedule, training.pipeline_chunks) == (
-            "dualpipev",
-            2,
-        )
+        is_v = self.training.pipeline_schedule == "dualpipev" and chunks == 2
         return ModelOptions(
             sequence_parallel=self.model.sequence_parallel,
             context_parallel=self.model.context_parallel,
             remat=self.training.remat,
-            pipeline_chunks=self.training.pipeline_chunks,
+            pipeline_chunks=chunks,
             pipeline_placement="v" if is_v else "loop",
             loss_chunk=self.training.loss_chunk,
             dtype=self.training.precision.activations,

@@ -49,7 +49,8 @@ def arrays(stages: list[list[WeightForm]]) -> list[list[Any]]:
     ],
 )
 def test_each_device_gets_its_own_stages_weights_and_gives_their_gradients(stages):
-    weights = StageWeights(Packing.of(stages), MESH, "pp")
+    numbers = np.arange(len(stages)).reshape(-1, MESH.shape["pp"])
+    weights = StageWeights(Packing.of(stages), MESH, "pp", numbers)
     given = arrays(stages)
 
     def there_and_back(given: Any) -> Any:
@@ -72,7 +73,7 @@ def test_each_device_gets_its_own_stages_weights_and_gives_their_gradients(stage
 
 def test_one_all_to_all_carries_a_form_of_all_stages():
     stages = [[MATRIX, VECTOR], [MATRIX, VECTOR]]
-    weights = StageWeights(Packing.of(stages), MESH, "pp")
+    weights = StageWeights(Packing.of(stages), MESH, "pp", np.arange(2)[None])
     compiled = jax.jit(weights.gather).lower(arrays(stages)).compile()
     rows = collectives(compiled, MESH).rows
     assert [row.kind for row in rows] == ["all-to-all", "all-to-all"]
