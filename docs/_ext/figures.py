@@ -267,7 +267,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "pipeline-residuals.svg": pipeline_residuals,
     **{
         f"schedule-{name}.svg": timetable(name)
-        for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+        for name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipev")
     },
 }
 

@@ -366,7 +366,7 @@ def compiled(name: str, microbatches: int) -> Any:
 
     stages = Stages([run], jax.ShapeDtypeStruct((rows, width), jnp.float32))
     pipeline = Pipeline(table, stages, mesh_of(pp=2), "pp")
-    weights = jnp.ones((1, 2, width, width))
+    weights = jnp.ones((table.chunks, 2, width, width))
     step = jax.jit(lambda w, micros: pipeline.gradients(w, (), micros, SEED).weights)
     return step.lower(weights, jnp.ones((microbatches, rows))).compile()
 
@@ -413,6 +413,14 @@ def test_each_tick_sends_one_wire_in_each_direction_that_it_works_in(
     # Under gpipe all forwards come first, and nothing is sent back among them.
     calls = ticks // 2 if name == "gpipe" else ticks
     assert [row.calls for row in sent] == [calls] * 2
+
+
+def test_each_tick_of_a_v_sends_both_ways():
+    ledger = collectives(compiled("dualpipev", 8), mesh_of(pp=2))
+    sent = [row for row in ledger.rows if row.kind == "collective-permute"]
+    assert [row.conditional for row in sent] == [False] * len(sent)
+    assert sum(row.nbytes for row in sent) == 4 * 1024 * 16 * 4
+    assert {row.calls for row in sent} == {schedule("dualpipev", 2, 8).ticks}
 
 
 @pytest.mark.parametrize(

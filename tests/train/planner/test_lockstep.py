@@ -45,6 +45,15 @@ def test_the_gradient_of_weights_begins_with_a_forward_only_where_stages_recompu
     assert (stored, again) == (5 * 1 + 5 * 1 + 4 * 1, 5 * 1 + 5 * 2 + 4 * 2)
 
 
+def test_dualpipev_ends_on_the_first_device_and_is_priced_by_its_table():
+    ticks = Lockstep.of("dualpipev", 4, 16, 2)
+    assert ticks.end == 0
+    assert Lockstep.of("interleaved", 4, 16, 2).end == -1
+    ones = np.ones(4)
+    # F = 1 and B = W = 1: the work of a device, and a bubble of three.
+    assert ticks.seconds(ones, 2 * ones, recomputes=False) == 3 * 16 + 3
+
+
 def test_other_schedules_are_read_from_their_tables(monkeypatch):
     monkeypatch.setattr("tessera.train.planner.lockstep._IN_RUNS", ())
     times = np.array([1.0, 2.0]), np.array([2.0, 5.0])
