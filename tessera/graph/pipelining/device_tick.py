@@ -126,7 +126,7 @@ class Device:
             else None,
         )
         return Carry(
-            activation=self.initial_wires(),
+            activation=(wire,) * self.ways,
             cotangent=wire,
             inputs=ring_buffer(wire, slots.input_slots),
             cotangents=ring_buffer(wire, slots.cotangent_slots),
@@ -137,11 +137,6 @@ class Device:
             else (),
             sums=sums,
         )
-
-    def initial_wires(self) -> tuple[Tree, ...]:
-        """What no stage has sent yet, for each way on which activations arrive."""
-        ways = 2 if self.schedule.placement == "v" else 1
-        return (self.own.empty_wire(),) * ways
 
     @cached_property
     def _left(self) -> Tree:
@@ -169,7 +164,8 @@ class Device:
             inputs = store(inputs, wire, row[name])
         if not sends_back:
             return replace(carry, inputs=inputs)
-        for wire, name in zip(self.send_back(carry.cotangent), _BACKWARD, strict=False):
+        received = self.send(carry.cotangent, back=True)
+        for wire, name in zip(received, _BACKWARD, strict=False):
             cotangents = store(cotangents, wire, row[name])
         return replace(carry, inputs=inputs, cotangents=cotangents)
 
@@ -318,18 +314,24 @@ class Device:
         sums = jax.lax.cond(number >= 0, work, _unchanged, carry.sums)
         return replace(carry, sums=sums)
 
-    def send_forward(self, wire: Tree) -> tuple[Tree, ...]:
-        """What stages before sent, when every device sends to its next stage."""
-        before = jax.lax.ppermute(wire, self.axis, self._next)
-        is_v = self.schedule.placement == "v"
-        return (before, self._from_after(wire)) if is_v else (before,)
+    @property
+    def ways(self) -> int:
+        """From how many devices activations arrive, and cotangents."""
+        return 2 if self.schedule.placement == "v" else 1
 
-    def send_back(self, wire: Tree) -> tuple[Tree, ...]:
-        """What stages after sent, when every device sends to the stage before."""
-        after = self._from_after(wire)
-        if self.schedule.placement != "v":
-            return (after,)
-        return after, jax.lax.ppermute(wire, self.axis, self._next)
+    def send(self, wire: Tree, *, back: bool = False) -> tuple[Tree, ...]:
+        """What arrives when every device sends to its next stage, or to the one before.
+
+        For each way: first those of a loop, then those of second chunks in a "v".
+        """
+        from_devices = [self._from_before, self._from_after]
+        if back:
+            from_devices.reverse()
+        return tuple(each(wire) for each in from_devices[: self.ways])
+
+    def _from_before(self, wire: Tree) -> Tree:
+        """What the device before sent."""
+        return jax.lax.ppermute(wire, self.axis, self._next)
 
     def _from_after(self, wire: Tree) -> Tree:
         """What the device after sent; at the turn of a "v", the device itself."""

@@ -24,18 +24,16 @@ def lock_steps(like: Schedule, orders: Sequence[Sequence[Block]]) -> list[Placed
       like: A schedule with the placement of the stages; its cells are not read.
       orders: For each device its blocks, which all together are legal.
     """
-    units = _units(like, orders)
     placed: list[Placed] = []
     tick, cells, done = 0, set[tuple[int, Kind]](), set[Key]()
-    for unit in sorted(units):
-        row = units[unit]
-        keys = {_key(like, device, op) for device, op in row}
-        busy = {(device, op.kind) for device, op in row}
-        if not cells.isdisjoint(busy) or not done.isdisjoint(map(_needed, keys)):
+    for _, unit in sorted(_units(like, orders).items()):
+        busy = {(device, op.kind) for device, op in unit}
+        needs = {_keys(like, device, op)[1] for device, op in unit}
+        if not cells.isdisjoint(busy) or not done.isdisjoint(needs):
             tick, cells, done = tick + 1, set(), set()
         cells |= busy
-        done |= keys
-        placed += [(tick, device, op) for device, op in row]
+        done |= {_keys(like, device, op)[0] for device, op in unit}
+        placed += [(tick, device, op) for device, op in unit]
     return placed
 
 
@@ -47,35 +45,28 @@ def _units(
     A block begins when all that it needs has arrived, and sends what it has at its end.
     """
     units: dict[int, list[tuple[int, Op]]] = {}
-    ends: dict[Key, int] = {}
+    ends: dict[Key | None, int] = {None: 0}
     left = [list(reversed(order)) for order in orders]
     clock = [0] * len(orders)
     while any(left):
         for device, blocks in enumerate(left):
             while blocks:
-                keys = [_key(like, device, op) for op in blocks[-1]]
-                needs = [_needed(key) for key in keys if _has_needs(like, key)]
-                if not all(key in ends for key in needs):
+                keys = [_keys(like, device, op) for op in blocks[-1]]
+                if any(needed not in ends for _, needed in keys):
                     break
-                start = max([clock[device], *(ends[key] for key in needs)])
+                start = max([clock[device], *(ends[needed] for _, needed in keys)])
                 block = blocks.pop()
                 clock[device] = start + len(block)
-                ends |= dict.fromkeys(keys, clock[device])
+                ends |= dict.fromkeys((own for own, _ in keys), clock[device])
                 for unit, op in enumerate(block, start):
                     units.setdefault(unit, []).append((device, op))
     return units
 
 
-def _key(like: Schedule, device: int, op: Op) -> Key:
-    return op.kind, op.microbatch, like.stage_of(device, op.chunk)
-
-
-def _needed(key: Key) -> Key:
-    """What another device sends for an op: the same of the stage before or after."""
-    kind, microbatch, stage = key
-    return kind, microbatch, stage - 1 if kind == "F" else stage + 1
-
-
-def _has_needs(like: Schedule, key: Key) -> bool:
-    kind, _, stage = key
-    return kind != "W" and stage != (0 if kind == "F" else like.virtual_stages - 1)
+def _keys(like: Schedule, device: int, op: Op) -> tuple[Key, Key | None]:
+    """An op, and the one of another stage that it needs, if there is one."""
+    stage = like.stage_of(device, op.chunk)
+    before = {"F": stage - 1, "B": stage + 1, "W": -1}[op.kind]
+    has_needs = 0 <= before < like.virtual_stages
+    needed = (op.kind, op.microbatch, before) if has_needs else None
+    return (op.kind, op.microbatch, stage), needed

@@ -221,10 +221,7 @@ def _dualpipev_order(
     blocks = ["Fa"] * (2 * after)
     blocks += ["Fa", "Fb"] * up_to
     blocks += ["Bb", "W", "Fb"] * after
-    steady = ["Fa Bb W", "Fb Ba W"] * (microbatches - 2 * stages + up_to)
-    if not after:  # At the turn the next forward need not wait for the backward.
-        steady[:1] = ["Fa", "Bb W"]
-    blocks += steady
+    blocks += ["Fa Bb W", "Fb Ba W"] * (microbatches - 2 * stages + up_to)
     blocks += ["Bb W", "Fb Ba W"] * after
     drain = ["Bb", "Ba"] * up_to
     blocks += [f"{block} W" for block in drain[:up_to]] + drain[up_to:]
@@ -265,8 +262,7 @@ def custom(
 
     Raises:
       ScheduleError: [T309] the table cannot be executed; with every reason.
-      PipelineSizeError: [T311] a size is not a positive whole number, or a "v" has
-        other than two chunks.
+      PipelineSizeError: [T311] a size is not a positive whole number.
 
     Example:
       >>> table = [[[Op("F", 0), Op("B", 0)]], [[Op("F", 1), Op("B", 1)]]]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import get_args
 
-from tessera.errors import PipelineSizeError, ScheduleError, did_you_mean
+from tessera.errors import ScheduleError
 from tessera.graph.pipelining.schedule_table import KINDS, Kind, Placement, Schedule
 
 MOST_PROBLEMS = 12
@@ -30,13 +30,11 @@ def check(schedule: Schedule) -> None:
 
     Raises:
       ScheduleError: [T309] it is not legal; the message lists what is wrong.
-      PipelineSizeError: [T311] its placement is "v", and its chunks are not two.
 
     Example:
       >>> from tessera.graph.pipelining import schedule
       >>> check(schedule("zero_bubble", stages=4, microbatches=8))
     """
-    _check_placement(schedule)
     problems = list(_invalid_cells(schedule))
     if not problems:
         ticks = _ticks(schedule)
@@ -53,23 +51,13 @@ def check(schedule: Schedule) -> None:
         )
 
 
-def _check_placement(schedule: Schedule) -> None:
+def _invalid_cells(schedule: Schedule) -> Iterator[str]:
+    """Cells that do not match the sizes of the schedule, and wrong placements."""
     placement, known = schedule.placement, get_args(Placement)
     if placement not in known:
-        raise ScheduleError(
-            f"there is no placement {placement!r} of a pipeline's stages",
-            fix=did_you_mean(str(placement), known),
-        )
+        yield f"placement {placement!r} is not one of {', '.join(known)}"
     if placement == "v" and schedule.chunks != 2:
-        raise PipelineSizeError(
-            "the placement 'v' has two chunks of layers per device",
-            got=f"chunks={schedule.chunks}",
-            fix="use chunks=2, or the placement 'loop'",
-        )
-
-
-def _invalid_cells(schedule: Schedule) -> Iterator[str]:
-    """Cells that do not match the sizes of the schedule."""
+        yield f"placement 'v' has two chunks on each device, not {schedule.chunks}"
     kinds = KINDS if schedule.splits_backward else KINDS[:2]
     for tick, row in enumerate(schedule.cells):
         if len(row) != schedule.stages:

@@ -190,7 +190,7 @@ def _run_ticks(device: Device) -> Gradients:
         carry = device.receive(carry, row, sends_back="B" in taken)
         if "F" in taken:
             carry, wire = device.forward(carry, row, taken["F"])
-            carry = replace(carry, activation=device.send_forward(wire))
+            carry = replace(carry, activation=device.send(wire))
         if "B" in taken:
             carry, back = device.backward(carry, row, taken["B"], alone)
             carry = replace(carry, cotangent=back)
@@ -285,9 +285,9 @@ def _forward_only(device: Device) -> tuple[Tree, Array, Tree]:
         wire, out, more = jax.lax.cond(is_active, work, idle, wire)
         is_last = is_active & (stage == own.last)
         buffer = store(buffer, out, jnp.where(is_last, number, -1))
-        return (device.send_forward(wire), buffer, add(sums, more)), None
+        return (device.send(wire), buffer, add(sums, more)), None
 
-    wires = device.initial_wires()
+    wires = (own.empty_wire(),) * device.ways
     initial = wires, ring_buffer(outputs, count), zeros(of_results)
     _, outputs, sums = jax.lax.scan(tick, initial, jnp.arange(num_ticks))[0]
     return jax.lax.psum((outputs, *sums), device.axis)

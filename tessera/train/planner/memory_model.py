@@ -157,7 +157,7 @@ def slots_of(layout: Layout) -> tuple[int, int, int]:
     """
     stages, count, chunks = layout.sizes["pp"], layout.microbatches, layout.chunks
     if layout.schedule == "dualpipev":
-        return _slots_of_v(stages, min(count, 4 * stages), layout.recomputes_stages)
+        return _slots_of_v(stages, layout.recomputes_stages)
     splits = min(count, stages) if layout.schedule == "zero_bubble" else 0
     if layout.schedule == "gpipe":
         return count, (0 if layout.recomputes_stages else count + 1), splits
@@ -168,9 +168,10 @@ def slots_of(layout: Layout) -> tuple[int, int, int]:
 
 
 @cache
-def _slots_of_v(stages: int, count: int, recomputes: bool) -> tuple[int, int, int]:
-    """The same from a table; more microbatches need no more slots."""
-    slots = allocate(schedule("dualpipev", stages, count), recomputes=recomputes)
+def _slots_of_v(stages: int, recomputes: bool) -> tuple[int, int, int]:
+    """The same from a table; they do not depend on the number of microbatches."""
+    table = schedule("dualpipev", stages, 2 * stages)
+    slots = allocate(table, recomputes=recomputes)
     return slots.input_slots, slots.residual_slots, slots.weight_slots
 
 

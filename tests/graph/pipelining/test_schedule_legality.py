@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.errors import PipelineSizeError, ScheduleError
+from tessera.errors import ScheduleError
 from tessera.graph.pipelining import Op, Schedule, custom, schedule
 from tessera.graph.pipelining.named_schedules import NAMES, one_f_one_b
 from tessera.graph.pipelining.schedule_legality import check
@@ -144,18 +144,18 @@ def test_an_op_before_what_it_needs_is_refused(table, rng):
 
 
 @pytest.mark.parametrize(
-    ("placement", "chunks", "error", "text"),
+    ("placement", "chunks", "got"),
     [
-        ("w", 2, ScheduleError, "[T309] there is no placement 'w' of a pipeline's st"),
-        ("v", 1, PipelineSizeError, "[T311] the placement 'v' has two chunks of laye"),
-        ("v", 3, PipelineSizeError, "[T311] the placement 'v' has two chunks of laye"),
+        ("w", 2, "placement 'w' is not one of loop, v"),
+        ("v", 1, "placement 'v' has two chunks on each device, not 1"),
+        ("v", 3, "placement 'v' has two chunks on each device, not 3"),
     ],
 )
-def test_a_placement_that_no_loop_executes_is_refused(placement, chunks, error, text):
+def test_a_placement_that_no_loop_executes_is_refused(placement, chunks, got):
     cells = schedule("interleaved", 2, 2, chunks).cells
-    with pytest.raises(error) as caught:
+    with pytest.raises(ScheduleError) as caught:
         custom(cells, microbatches=2, chunks=chunks, placement=placement)
-    assert str(caught.value).startswith(text)
+    assert caught.value.got == got
 
 
 def test_neighbors_of_a_table_are_those_of_its_placement():
