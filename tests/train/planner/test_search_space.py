@@ -112,6 +112,17 @@ def test_only_pipelines_have_schedules():
     }
 
 
+def test_a_schedule_of_the_command_line_has_its_chunks():
+    words = "model.mesh_shape=[[2],[pp]] training.gradient_accumulation_steps=4 "
+    words += "training.pipeline_schedule=dualpipev training.pipeline_chunks=2"
+    for pinned in (
+        ("training.pipeline_schedule",),
+        ("training.pipeline_schedule", "training.pipeline_chunks"),
+    ):
+        found = layouts_on(space(*words.split(), pinned=pinned), (("pp", 2),))
+        assert {(each.schedule, each.chunks) for each in found} == {("dualpipev", 2)}
+
+
 def test_variants_save_more_and_more_memory():
     (layout, *_) = layouts_on(space(), (("dp", 4), ("tp", 2)))
     variants = list(space().variants(layout))
