@@ -84,6 +84,7 @@ class Run:
       published: Tokens per second and device.
       fused: Whether attention keeps its scores on chip and skips what is masked.
       chunks: Of an interleaved pipeline.
+      gather: When its stages gather over ``fsdp``.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Run:
     published: float
     fused: bool = True
     chunks: int = 1
+    gather: str = "microbatch"
 
     @property
     def layout(self) -> Layout:
@@ -113,6 +115,7 @@ class Run:
             remat=self.remat,
             schedule=schedule,
             chunks=self.chunks,
+            gather=self.gather,
         )
 
 
@@ -261,6 +264,23 @@ def _maxtext(
     return _fsdp(name, target, fsdp, tp, 2048, batch, remat, tokens)
 
 
+def _llama_405b(gpus: int, cp: int, sequence: int, batch: int, tflops: float) -> Run:
+    """Tensor parallel 8 and pipelines of 16 stages; ``batch`` is that of a ``dp`` rank.
+
+    The paper does not say how many chunks a stage has, nor what its TFLOP/s count: four
+    chunks, and 6 N with what a causal mask leaves of attention, are assumptions.
+    """
+    model, fsdp = _MODELS["Llama 3 405B"], gpus // (8 * 16 * cp)
+    axes = (("pp", 16), ("fsdp", fsdp), ("cp", cp), ("tp", 8))
+    mesh = tuple(axis for axis in axes if axis[1] > 1)
+    attention = 6 * model.layers * model.heads * model.head_dim * sequence
+    tokens = 1e12 * tflops / (6 * model.params + attention)
+    return Run(
+        f"405B, {gpus} GPUs, {sequence} tokens", f"h100:{gpus // 8}x8", model, mesh,
+        sequence, 1, batch * fsdp, "none", tokens, chunks=4, gather="step",
+    )  # fmt: skip
+
+
 def tables() -> dict[str, tuple[Run, ...]]:
     """The rows by their source."""
     a100, v5e = "a100:8x8", "v5e:16x16"
@@ -286,6 +306,11 @@ def tables() -> dict[str, tuple[Run, ...]]:
             _fsdp("Llama 3 8B", "h100_500w:16x8", 128, 1, 8192, 2, "half", 6514),
             _fsdp("Llama 3 70B", "h100_500w:32x8", 32, 8, 8192, 16, "full", 597),
             _fsdp("Llama 3 405B", "h100_500w:16x8", 16, 8, 8192, 2, "full", 109),
+        ),
+        "Llama 3, arXiv 2407.21783, table 4 (H100)": (
+            _llama_405b(8192, 1, 8192, 32, 430),
+            _llama_405b(16384, 1, 8192, 16, 400),
+            _llama_405b(16384, 16, 131072, 16, 380),
         ),
         "MaxText, configs/v5e (v5e-256)": (
             _maxtext("16B", v5e, 256, 1, 6, "full", 120),
