@@ -33,12 +33,11 @@ MESHES: Final = ({"fsdp": 8}, {"fsdp": 8, "tp": 2})
 
 
 def longest_wait(timeline: Any) -> str:
-    """The collective that a step waits for longest, and how long."""
-    event = max(
-        timeline.operations, key=lambda each: each.exposed if each.axes else -1.0
-    )
+    """The collective that a step waits for longest, how long, and why."""
+    event = timeline.waits[0]
     op = event.op_name.removeprefix("jit(train_step)/")[-60:]
-    return f"{1e3 * event.exposed:.2f} ms: {event.kind} {'×'.join(event.axes)} {op}"
+    words = f"{event.kind} {'×'.join(event.axes)} {op}: {event.reason}"
+    return f"{1e3 * event.exposed:.2f} ms: {words}"
 
 
 def rows(machines: list[str], policies: tuple[str, ...]) -> Iterator[report.Row]:

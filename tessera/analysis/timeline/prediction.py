@@ -103,6 +103,7 @@ def _operation(
         each=work.seconds,
         times=executed.times,
         exposed=totals.waited[work.name] if is_transfer else 0.0,
+        reason=totals.reason(work) if is_transfer else "",
     )
 
 

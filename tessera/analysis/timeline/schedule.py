@@ -91,9 +91,15 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits for the end of the transfer of that key, if one is on its way."""
+    """Waits for the end of the transfer of that key, if one is on its way.
+
+    Attributes:
+      key: That of its ``Start``.
+      is_synchronous: Whether one operation is both.
+    """
 
     key: str
+    is_synchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,7 +258,7 @@ class TimedSteps:
         if transfer := self._transfer(computation, instruction):
             yield Start(instruction.name, transfer)
             if instruction.opcode == transfer.kind:
-                yield Wait(instruction.name)
+                yield Wait(instruction.name, is_synchronous=True)
 
     def _compute(
         self, computation: Computation, instruction: Instruction
@@ -287,7 +293,8 @@ class TimedSteps:
             if part is Part.START:
                 yield Start(key, transfer)
             else:
-                yield from (Start(instruction.name, transfer), Wait(instruction.name))
+                yield Start(instruction.name, transfer)
+                yield Wait(instruction.name, is_synchronous=True)
 
     def _collective_in(
         self, instruction: Instruction

@@ -8,7 +8,7 @@ starts it and its links are free; the end of one that is not over is waited for.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from tessera.analysis.timeline.schedule import (
     Branch,
@@ -22,6 +22,12 @@ from tessera.analysis.timeline.schedule import (
 from tessera.targets.link_routes import UsedLink
 
 Seconds: TypeAlias = defaultdict[str, float]
+
+# Why the device waits for a transfer.
+SYNCHRONOUS: Final = "synchronous"
+LINKS_BUSY: Final = "links busy"
+NEEDED_AT_ONCE: Final = "needed at once"
+TOO_LITTLE_BESIDE: Final = "too little beside it"
 
 
 def _no_seconds() -> Seconds:
@@ -49,6 +55,7 @@ class Totals:
       compute: Of operations on the stream of computation, by kind.
       transferred: Of transfers, by their name.
       waited: For transfers, by their name.
+      reasons: The same, by name and why.
       hidden: Of transfers beside which the device computes, by their name.
       conditional: Of computation in branches that a run may skip.
       unknown_loops: Loops whose length is known only at run time; each counts once.
@@ -57,17 +64,29 @@ class Totals:
     compute: Seconds = field(default_factory=_no_seconds)
     transferred: Seconds = field(default_factory=_no_seconds)
     waited: Seconds = field(default_factory=_no_seconds)
+    reasons: defaultdict[tuple[str, str], float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
     hidden: Seconds = field(default_factory=_no_seconds)
     conditional: float = 0.0
     unknown_loops: int = 0
 
     def add(self, more: "Totals", times: int = 1) -> None:
         """Add what was executed several times."""
-        for part in ("compute", "transferred", "waited", "hidden"):
+        for part in ("compute", "transferred", "waited", "reasons", "hidden"):
             for name, seconds in getattr(more, part).items():
                 getattr(self, part)[name] += times * seconds
         self.conditional += times * more.conditional
         self.unknown_loops += more.unknown_loops
+
+    def reason(self, transfer: Transfer) -> str:
+        """Why the device waits for it, for most of the time that it waits."""
+        seconds = {
+            why: spent
+            for (name, why), spent in self.reasons.items()
+            if name == transfer.name
+        }
+        return max(seconds, key=lambda why: seconds[why], default="")
 
 
 @dataclass
@@ -76,20 +95,32 @@ class _Flight:
 
     Attributes:
       transfer: It.
-      start: When it begins.
+      issued: When the schedule starts it.
+      start: When it begins: once its links are free.
       end: When it is over.
       hidden: Seconds of it in which the device has computed so far.
+      beside: Seconds that the device has computed since it was issued.
     """
 
     transfer: Transfer
+    issued: float
     start: float
     end: float
     hidden: float = 0.0
+    beside: float = 0.0
 
     def hide(self, start: float, end: float, share: float = 1.0) -> None:
         """Compute beside it for a share of the time from start to end."""
         both = min(end, self.end) - max(start, self.start)
         self.hidden += share * max(0.0, both)
+        self.beside += share * (end - start)
+
+    def reason(self, now: float) -> str:
+        """Why it is not over when the schedule waits for it, now."""
+        if self.start - self.issued > (self.end - now) / 2:
+            return LINKS_BUSY
+        is_alone = self.beside < (self.end - self.start) / 10
+        return NEEDED_AT_ONCE if is_alone else TOO_LITTLE_BESIDE
 
 
 class Simulation:
@@ -127,8 +158,8 @@ class Simulation:
                     self._begin(key, transfer, spent)
                     totals.transferred[transfer.name] += spent
                     executed.append(Executed(transfer, share))
-                case Wait(key):
-                    self._wait(key, totals)
+                case Wait():
+                    self._wait(step, totals)
                 case Loop():
                     executed += self._loop(step, share, totals)
                 case Branch():
@@ -157,15 +188,18 @@ class Simulation:
         start = max([self.now, *busy])
         end = start + seconds
         self._free[links] = end
-        self._flights[key] = _Flight(transfer, start, end)
+        self._flights[key] = _Flight(transfer, self.now, start, end)
 
-    def _wait(self, key: str, totals: Totals) -> None:
-        if key not in self._flights:
+    def _wait(self, wait: Wait, totals: Totals) -> None:
+        if wait.key not in self._flights:
             return
-        flight = self._flights.pop(key)
-        totals.hidden[flight.transfer.name] += flight.hidden
+        flight = self._flights.pop(wait.key)
+        name = flight.transfer.name
+        totals.hidden[name] += flight.hidden
         if flight.end > self.now:
-            totals.waited[flight.transfer.name] += flight.end - self.now
+            reason = SYNCHRONOUS if wait.is_synchronous else flight.reason(self.now)
+            totals.waited[name] += flight.end - self.now
+            totals.reasons[name, reason] += flight.end - self.now
             self.now = flight.end
 
     def _loop(self, loop: Loop, share: float, totals: Totals) -> list[Executed]:
@@ -208,6 +242,7 @@ class Simulation:
             if flights.get(key) is flight:
                 flight.hide(self.now, self.now + seconds, computing)
             else:
+                flight.issued += seconds
                 flight.start += seconds
                 flight.end += seconds
         self.now += seconds

@@ -14,6 +14,7 @@ _COLUMNS: Final = (
 )
 _SHOWN: Final = 20
 _LONGEST: Final = 40
+_WAITS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,10 @@ class Operation:
       each: Seconds of one execution.
       times: How often it is executed; where a conditional skips it, on average.
       exposed: Seconds of all executions in which the device waits for it.
+      reason: Why it does, as the schedule says: ``synchronous``, it is one operation;
+        ``links busy``, it begins late, behind others; ``needed at once``, hardly any
+        computation stands between its start and its end; ``too little beside it``,
+        what stands there takes less time.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Operation:
     each: float
     times: float
     exposed: float = 0.0
+    reason: str = ""
 
     @property
     def total(self) -> float:
@@ -115,6 +121,12 @@ class Timeline:
         return self.overlapped / spent if spent else None
 
     @property
+    def waits(self) -> list[Operation]:
+        """The collectives that the device waits for, the longest wait first."""
+        exposed = [each for each in self.operations if each.axes and each.exposed]
+        return sorted(exposed, key=lambda each: -each.exposed)
+
+    @property
     def idle(self) -> float:
         """Seconds of starting the step, and of waiting for copies between memories."""
         return max(0.0, self.seconds - self.compute - self.exposed)
@@ -144,7 +156,6 @@ class Timeline:
     __repr__ = as_text
 
     def _cells(self, operation: Operation) -> list[str]:
-        op = operation.op_name
         return [
             operation.name
             if len(operation.name) <= _LONGEST
@@ -157,7 +168,7 @@ class Timeline:
             _share(operation.total, self.seconds),
             format_seconds(operation.exposed) if operation.exposed else "",
             short(operation.source) or "?",
-            op if len(op) <= _LONGEST else f"…{op[-39:]}",
+            _last(operation.op_name),
         ]
 
     def _summary(self) -> Iterator[str]:
@@ -181,6 +192,7 @@ class Timeline:
             f"  exposed communication  {format_seconds(self.exposed)} "
             f"({_share(self.exposed, whole)}): {exposed or 'none'}"
         )
+        yield from map(_wait, self.waits[:_WAITS])
         overlapped = f"  overlapped             {format_seconds(self.overlapped)}"
         if self.overlap is not None:
             overlapped += f" ({100 * self.overlap:.1f} % of all communication)"
@@ -199,6 +211,16 @@ class Timeline:
                 f"  unknown: {self.unknown_collectives} collectives, of a kind or in "
                 "groups that Tessera does not know, are not counted"
             )
+
+
+def _wait(operation: Operation) -> str:
+    words = [operation.kind, "×".join(operation.axes), _last(operation.op_name)]
+    text = " ".join(filter(None, words))
+    return f"    {format_seconds(operation.exposed)} {text}: {operation.reason}"
+
+
+def _last(op_name: str) -> str:
+    return op_name if len(op_name) <= _LONGEST else f"…{op_name[1 - _LONGEST :]}"
 
 
 def _share(part: float, whole: float) -> str:

@@ -193,3 +193,49 @@ def test_a_loop_of_very_many_iterations_is_not_executed_one_by_one():
     _, seconds, _, waited = run(loop(10**6, inner))
     assert seconds == pytest.approx(2e12)
     assert waited == {"g": pytest.approx(1e12)}
+
+
+# --- why the device waits
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([start("g", 2.0), Wait("g", is_synchronous=True)], "synchronous"),
+        ([start("g", 2.0), compute(0.1), Wait("g")], "needed at once"),
+        ([start("g", 2.0), compute(1.5), Wait("g")], "too little beside it"),
+        (
+            [start("h", 9.0), start("g", 1.0), compute(8.0), Wait("h"), Wait("g")],
+            "links busy",
+        ),
+        # Waiting for another on other links is no computation beside it.
+        (
+            [start("h", 9.0, "IB"), start("g", 9.5), Wait("h"), Wait("g")],
+            "needed at once",
+        ),
+        ([start("g", 2.0), compute(2.0), Wait("g")], ""),
+    ],
+)
+def test_the_schedule_says_why_the_device_waits(steps, reason):
+    (transfer,) = (s.transfer for s in steps if isinstance(s, Start) and s.key == "g")
+    assert Simulation(steps).totals.reason(transfer) == reason
+
+
+def test_the_reason_is_that_of_most_of_the_time_of_all_iterations():
+    wait = [start("g", 2.0), compute(1.5), Wait("g")]
+    alone = [start("g", 1.0), Wait("g")]
+    found = Simulation([*alone, loop(5, *wait)]).totals
+    assert found.reasons == {
+        ("g", "needed at once"): 1.0,
+        ("g", "too little beside it"): 2.5,
+    }
+    assert found.reason(wait[0].transfer) == "too little beside it"
+
+
+def test_computation_of_iterations_that_are_skipped_stands_beside_a_transfer():
+    early = start("g", 9.0)
+    found = Simulation([early, loop(8, compute(1.0)), Wait("g")]).totals
+    assert (found.waited, found.reason(early.transfer)) == (
+        {"g": 1.0},
+        "too little beside it",
+    )

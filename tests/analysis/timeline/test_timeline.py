@@ -7,7 +7,18 @@ from tessera.analysis.timeline.timeline import Communication, Operation, Timelin
 
 OPERATIONS = (
     Operation("dot.1", "jit(f)/dot", "/a/b.py:3", "matmul", (), "compute", 0.5, 4),
-    Operation("gather.1", "", "", "all-gather", ("dp", "tp"), "NVLink", 0.5, 4, 1.0),
+    Operation(
+        "gather.1",
+        "",
+        "",
+        "all-gather",
+        ("dp", "tp"),
+        "NVLink",
+        0.5,
+        4,
+        1.0,
+        "links busy",
+    ),
 )
 
 
@@ -46,6 +57,7 @@ def test_the_text_has_the_costliest_operations_and_the_totals():
         "predicted step on h100:1x8: 4.00 s\n"
         "  computation            2.00 s (50.0 %): matmul 2.00 s\n"
         "  exposed communication  1.00 s (25.0 %): dp×tp 1.00 s of 2.00 s\n"
+        "    1.00 s all-gather dp×tp: links busy\n"
         "  overlapped             1.00 s (50.0 % of all communication)\n"
         "  idle                   1.00 s"
     ).replace("line    op", "line      op")
@@ -80,3 +92,19 @@ def test_an_empty_program_has_a_text():
     assert "predicted step on h100:1x8: 0.00 µs" in found.as_text()
     assert "  overlapped             0.00 µs\n" in found.as_text()
     assert found.overlap is None
+
+
+def test_the_longest_waits_come_first_each_with_its_reason():
+    operations = [
+        Operation(
+            f"g.{n}", "f/dot", "", "all-gather", ("dp",), "NVLink", 1.0, 1, n, why
+        )
+        for n, why in enumerate(("", "synchronous", "links busy", "needed at once"))
+    ]
+    found = report(operations=tuple(operations))
+    assert [each.name for each in found.waits] == ["g.3", "g.2", "g.1"]
+    assert (
+        "    3.00 s all-gather dp f/dot: needed at once\n"
+        "    2.00 s all-gather dp f/dot: links busy\n"
+        "    1.00 s all-gather dp f/dot: synchronous\n"
+    ) in found.as_text()
