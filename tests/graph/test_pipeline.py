@@ -253,7 +253,7 @@ def test_autocast_holds_for_what_it_is_written_around():
     def narrowed(*, stages: bool, loss: bool) -> int:
         step = built(partial(make, stages=stages, loss=loss), TWO, microbatches=4)
         graph_after = step.trace(BATCH).passes[-2].graph
-        return graph_after.as_text().count("reduce_precision")
+        return graph_after.as_text().count("mantissa_bits=7")
 
     neither = narrowed(stages=False, loss=False)
     stages, loss = narrowed(stages=True, loss=False), narrowed(stages=False, loss=True)
