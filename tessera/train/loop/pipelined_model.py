@@ -183,10 +183,9 @@ class PipelinedModel:
         params = model.join(weights, shared)
         numbers = jnp.asarray(split.by_stage)
         own = jax.lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)
+        wire = model.constrain_wire(wire, place)
         hidden = jax.lax.cond(
-            index == 0,
-            lambda: model.embed(params, micro, place),
-            lambda: model.constrain_wire(wire, place),
+            index == 0, lambda: model.embed(params, micro, place), lambda: wire
         )
         hidden, statistics = model.run_blocks(params, hidden, micro, place, own)
         hidden = model.constrain_wire(hidden, place)
