@@ -11,13 +11,13 @@ from report import Row, extremes, in_turns, progress
 from runs import Runner, random_batch
 
 from tessera.graph.compile_stages import Compiled
-from tessera.graph.pipelining.named_schedules import NAMES
 from tessera.mesh import Mesh
 from tessera.train.loop.step import make_train_step
 from tessera.train.loop.train_state import init_state
 from tessera.train.models.decoder.decoder_model import DecoderModel
 from tessera.train.models.layer_scan import FULL, NAMED, NONE
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 FEW, MANY = 8, 64
 SHALLOW, DEEP = 2, 8
 REPEATS = 3
@@ -45,7 +45,7 @@ def _compile(
 def memory_rows() -> list[Row]:
     """Temporary bytes of a device at few and at many microbatches of the same size."""
     rows = []
-    for name in NAMES:
+    for name in SCHEDULES:
         progress(f"memory of {name}")
         few, many = (
             _compile(name, count)[0].memory.temporaries for count in (FEW, MANY)
@@ -68,7 +68,7 @@ def idle_rows() -> list[Row]:
     and as much for the weights.
     """
     rows = []
-    for name in NAMES:
+    for name in SCHEDULES:
         for count in (FEW, MANY):
             schedule = MODES[name].step_config(count).schedule
             assert schedule is not None
@@ -95,7 +95,7 @@ def compile_rows() -> list[Row]:
     """CPU seconds to compile, the median of some turns, against depth and number."""
     cases = [(FEW, SHALLOW), (FEW, DEEP), (MANY, SHALLOW)]
     rows = []
-    for name in NAMES:
+    for name in SCHEDULES:
         progress(f"time to compile {name}")
         seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
         for _ in range(REPEATS):
