@@ -59,7 +59,7 @@ def test_a_pipeline_sends_both_ways_in_every_tick(parallel):
 
 def test_idle_time_is_that_of_the_formulas(parallel):
     rows = parallel.pipelines.idle_rows()
-    assert {row["schedule"] for row in rows} == set(parallel.pipelines.NAMES)
+    assert {row["schedule"] for row in rows} == set(parallel.pipelines.SCHEDULES)
     assert all(row["counted"] == row["formula"] for row in rows)
 
 
