@@ -34,6 +34,8 @@ MESHES: Final = ({"fsdp": 8}, {"fsdp": 8, "tp": 2})
 
 def longest_wait(timeline: Any) -> str:
     """The collective that a step waits for longest, how long, and why."""
+    if not timeline.waits:
+        return "none"
     event = timeline.waits[0]
     op = event.op_name.removeprefix("jit(train_step)/")[-60:]
     words = f"{event.kind} {'×'.join(event.axes)} {op}: {event.reason}"

@@ -112,6 +112,7 @@ def test_each_tick_sends_one_activation_and_one_gradient():
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("compiled_here")  # reasons are found by lines
 @pytest.mark.parametrize(("length", "parts"), [(64, 2), (63, 1)])
 def test_each_device_of_tp_sends_its_part_of_a_sequence_if_they_divide(length, parts):
     """The whole is gathered once where it arrives: no layer has less than it had."""

@@ -173,6 +173,22 @@ def test_gradients_of_a_pipeline_are_summed_once_by_the_devices_of_a_stage():
 
 
 @pytest.mark.full
+def test_stages_send_and_gather_what_the_compiled_step_does():
+    layout = Layout((("pp", 2), ("tp", 2)), 2, 4, "named", schedule="1f1b")
+    device, _ = model().device_work(layout)
+    sent, gathered = StepCollectives(device, layout).of_tick()
+    rows = compiled(layout).collectives.rows
+    permutes = [row for row in rows if row.kind == "collective-permute"]
+    ticks = 4 + 2 * (2 - 1)
+    assert sent.axes == ("pp",)
+    assert [(row.nbytes, row.calls) for row in permutes] == [(sent.nbytes, ticks)] * 2
+    wires = [row for row in rows if (row.kind, row.axes) == ("all-gather", ("tp",))]
+    assert gathered.axes == ("tp",)
+    assert gathered.nbytes in {row.nbytes for row in wires}
+    assert gathered.nbytes == 2 * sent.nbytes
+
+
+@pytest.mark.full
 def test_a_pipeline_that_gathers_once_sends_that_in_each_step():
     layout = replace(PIPELINE, gather="step")
     device, _ = model().device_work(layout)
