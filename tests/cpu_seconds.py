@@ -4,10 +4,11 @@
 Where tests are chosen by ``-m "not full"``, as ``make test`` does, a test that takes
 more than ``LIMIT`` fails; with ``slow(reason=...)`` it may take ``SLOW_LIMIT``. What
 counts is the CPU time of the test and of the processes that it waited for: unlike wall
-time it hardly depends on what else the machine does. What fixtures of a module or of
-the session take is counted apart and may be ``SHARED_LIMIT``, because any of their
-tests can be the first. The limits are for the JAX of Python 3.11; newer ones take
-longer to compile for CPUs.
+time it hardly depends on what else the machine does. The garbage collector's is left
+out: what it walks through all tests have left, and it interrupts any of them. What
+fixtures of a module or of the session take is counted apart and may be
+``SHARED_LIMIT``, because any of their tests can be the first. The limits are for the
+JAX of Python 3.11; newer ones take longer to compile for CPUs.
 """
 
 import gc
@@ -43,10 +44,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class Collections:
+    """CPU seconds of the garbage collector, and of JAX's, which it calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        gc.callbacks.insert(0, self._begin)
+        gc.callbacks.append(self._end)
+
+    def _begin(self, phase: str, info: dict[str, int]) -> None:
+        del info
+        if phase == "start":
+            self._began = time.process_time()
+
+    def _end(self, phase: str, info: dict[str, int]) -> None:
+        del info
+        if phase == "stop":
+            self.seconds += time.process_time() - self._began
+
+
+_COLLECTIONS = Collections()
+
+
 def cpu_seconds() -> float:
     """CPU seconds of this process and of those that it waited for."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    everything = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return everything - _COLLECTIONS.seconds
 
 
 def reference_seconds() -> float:

@@ -13,6 +13,7 @@ from tests import cpu_seconds
 ROOT = Path(__file__).parents[1]
 
 TESTS = """
+import gc
 import time
 
 import pytest
@@ -27,6 +28,13 @@ def shared():
     spend(0.4)
 
 def test_quick(): pass
+
+def test_that_a_long_collection_interrupts():
+    def lasts(phase, info): spend(0.4 * (phase == "start"))
+    gc.callbacks.insert(1, lasts)
+    gc.collect()
+    gc.callbacks.remove(lasts)
+
 def test_with_what_the_module_shares(shared): pass
 def test_too_slow(): spend(0.4)
 @pytest.mark.slow(reason="so it is")
@@ -62,14 +70,14 @@ def run(tmp_path):
 @pytest.mark.slow(reason="it starts a session of pytest")
 def test_a_fast_test_that_takes_too_long_fails(run):
     said = run("-m", "not full")
-    assert "1 failed, 3 passed, 1 deselected" in said, said
+    assert "1 failed, 4 passed, 1 deselected" in said, said
     assert "test_too_slow: 0.4 CPU seconds; the limit is 0.2" in said
 
 
 @pytest.mark.full
 def test_what_begins_too_late_is_skipped_and_said(run):
     said = run("--stop-after=0")
-    assert "5 skipped" in said, said
+    assert "6 skipped" in said, said
     assert "left to the nightly run" in run("--stop-after=0", "-rs")
 
 
