@@ -17,6 +17,7 @@ from tessera.errors.base import TesseraWarning as TesseraWarning
 from tessera.errors.base import did_you_mean as did_you_mean
 from tessera.errors.base import nearest as nearest
 from tessera.errors.base import nearest_multiples as nearest_multiples
+from tessera.errors.base import printable as printable
 from tessera.errors.meshes import *
 from tessera.errors.layouts import *
 from tessera.errors.tracing import *

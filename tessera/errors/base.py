@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import ClassVar, Final
 
-from tessera.errors.untrusted_text import printable
-
 SITE: Final = "https://tessera-spmd.github.io/tessera"
 """Where the documentation is; ``tessera explain`` prints an error's page without it."""
 
@@ -54,6 +52,26 @@ class TesseraWarning(UserWarning):
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text, keep="\n"))
+
+
+def printable(text: str, *, keep: str = "", longest: int | None = None) -> str:
+    r"""Escape the characters of a text that are not printable.
+
+    Args:
+      text: Any text.
+      keep: Unprintable characters to leave as they are, such as ``"\n"``.
+      longest: Truncate it to so many characters; None does not.
+
+    Example:
+      >>> print(printable("\x1b[2J and \u202e"))
+      \x1b[2J and \u202e
+    """
+    if longest is not None and len(text) > longest:
+        text = f"{text[:longest]}…"
+    return "".join(
+        char if char.isprintable() or char in keep else ascii(char)[1:-1]
+        for char in text
+    )
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from jax.sharding import PartitionSpec
 
 from tessera.analysis.source_lines import short
-from tessera.errors.untrusted_text import printable
+from tessera.errors import printable
 from tessera.graph.call_kinds import Program
 from tessera.graph.tracer.argument_leaves import LeafKey
 from tessera.graph.tracer.arguments import Argument, Call

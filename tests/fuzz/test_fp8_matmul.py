@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tessera.mesh import Mesh
-from tests.ops.test_fp8_matmul import computed, expected, operands
+from tests.train.models.decoder.test_fp8_matmul import computed, expected, operands
 
 
 def drawn(rng):

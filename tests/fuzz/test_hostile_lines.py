@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tessera.errors import TesseraError
-from tessera.errors.untrusted_text import parse_json
 from tessera.train.checkpoints.metadata import read_metadata
+from tessera.train.files.untrusted_json import parse_json
 from tessera.train.runtime import rendezvous
 from tessera.train.runtime.cluster import Cluster
 from tessera.train.runtime.launcher import free_port

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tessera.errors import CheckpointMismatchError
-from tessera.errors.untrusted_text import Count, decode_json, parse_json, printable
+from tessera.errors import CheckpointMismatchError, printable
 from tessera.shard_spec import axes_of_dims
 from tessera.train.data.cursor import Cursor
 from tessera.train.files.regular_files import read_regular
+from tessera.train.files.untrusted_json import Count, decode_json, parse_json
 from tessera.train.loop.run_folder import write_durably
 from tessera.version import __version__
 

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tessera.errors import CheckpointNotFoundError
-from tessera.errors.untrusted_text import parse_json, printable
+from tessera.errors import CheckpointNotFoundError, printable
 from tessera.train.files.regular_files import read_regular
+from tessera.train.files.untrusted_json import parse_json
 
 Arrays: TypeAlias = Mapping[str, jax.Array | np.ndarray]
 Structs: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]

@@ -20,8 +20,8 @@ from tessera.errors import (
     ModelFolderError,
     SettingValueError,
     TesseraError,
+    printable,
 )
-from tessera.errors.untrusted_text import printable
 from tessera.train.commands.command_parser import CommandParser
 from tessera.train.files.hub import (
     PREFIX,

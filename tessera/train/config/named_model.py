@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from hydra.core.override_parser.types import Override
 
-from tessera.errors import SettingConflictError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import SettingConflictError, printable
 from tessera.train.config.hub_settings import HubCommits, check_model
 from tessera.train.files.hub import MODEL_FILES, HubName, is_hidden_by_path
 from tessera.train.models.definition import (

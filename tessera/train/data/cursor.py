@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tessera.errors import DataChangedError
-from tessera.errors.untrusted_text import Count
 from tessera.train.data.corpus import Corpus
+from tessera.train.files.untrusted_json import Count
 
 # Names of the parts of an order in messages about changes.
 _NAMES: Final = {

@@ -14,8 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
-from tessera.errors import DataNotFoundError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import DataNotFoundError, printable
 from tessera.train.data.file_ranges import decompressed_name
 from tessera.train.files.bounded_yaml import parse_yaml
 from tessera.train.files.hub import CARD_FILES, HubName

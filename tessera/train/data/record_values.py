@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from tessera.errors import did_you_mean
-from tessera.errors.untrusted_text import check_json_values
 from tessera.train.data.chat_template import Conversation, Message
+from tessera.train.files.untrusted_json import check_json_values
 
 TOOLS: Final = "tools"
 TEMPLATE_ARGUMENTS: Final = "chat_template_kwargs"

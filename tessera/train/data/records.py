@@ -17,7 +17,6 @@ from tessera.errors import (
     DataFormatError,
     did_you_mean,
 )
-from tessera.errors.untrusted_text import check_json_values
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.data_config import RECORDS, DataConfig
 from tessera.train.data.file_ranges import (
@@ -47,6 +46,7 @@ from tessera.train.data.record_values import (
 )
 from tessera.train.data.table_files import column_names, read_columns
 from tessera.train.files.regular_files import check_regular
+from tessera.train.files.untrusted_json import check_json_values
 
 # What records have, and how to name its keys.
 _OF_RECORDS: Final = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import TokenizerError
-from tessera.errors.untrusted_text import check_json_values
 from tessera.train.files.regular_files import read_regular
+from tessera.train.files.untrusted_json import check_json_values
 
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"

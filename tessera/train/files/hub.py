@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from tessera.errors import HubError, MissingLibraryError, SettingValueError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import HubError, MissingLibraryError, SettingValueError, printable
 
 PREFIX: Final = "hf://"
 # What a model's folder has, by exact names: never pickles, nor weights of other tools.

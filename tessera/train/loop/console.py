@@ -22,7 +22,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from tessera.errors.untrusted_text import printable
+from tessera.errors import printable
 
 log = logging.getLogger("tessera")
 

@@ -3,7 +3,7 @@
 
 The devices of all axes share the parts of the batch. Each computes its own one
 after the other with gathered parameters, and gradients are added in one tree
-(``ops/deterministic_sums.py``). Every device computes norms of whole gradients; the
+(``deterministic_sums``). Every device computes norms of whole gradients; the
 optimizer update is element-wise. Axes like ``tp`` and ``pp`` split only what is stored:
 docs/contributing/decisions/0050-deterministic-steps-by-rows.md says why.
 """
@@ -20,14 +20,14 @@ from jax.sharding import PartitionSpec
 from tessera.foundations.tree import Tree
 from tessera.mesh import Mesh
 from tessera.ops.clipping import global_norm
-from tessera.ops.deterministic_sums import (
+from tessera.ops.operand_layouts import gathered, region_mesh
+from tessera.tracing.scope import constrain, round_alike
+from tessera.train.loop.deterministic_sums import (
     optimization_barrier,
     pairwise_sum,
     sum_of_rounds,
     sum_over_devices,
 )
-from tessera.ops.operand_layouts import gathered, region_mesh
-from tessera.tracing.scope import constrain, round_alike
 from tessera.train.models.model import Batch, Model
 from tessera.train.models.partition_rules import Placement
 

@@ -23,8 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tessera.errors import FolderInUseError, OutputPathError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import FolderInUseError, OutputPathError, printable
 from tessera.train.files.file_locks import lock
 from tessera.train.loop.run_folder import cannot_write
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tessera.errors import OutputPathError
-from tessera.errors.untrusted_text import count_of, parse_json
+from tessera.train.files.untrusted_json import count_of, parse_json
 
 CHECKPOINTS: Final = "checkpoints"
 TRACKER: Final = "tracker.json"

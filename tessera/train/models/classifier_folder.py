@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from tessera.errors import ModelFolderError, WeightFileError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import ModelFolderError, WeightFileError, printable
 from tessera.train.models.model_folder import ModelFolder
 
 _SCORE: Final = "score.weight"

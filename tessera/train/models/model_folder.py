@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tessera.errors import ModelFolderError, WeightFileError
-from tessera.errors.untrusted_text import parse_json, printable
+from tessera.errors import ModelFolderError, WeightFileError, printable
 from tessera.train.files.regular_files import read_regular
+from tessera.train.files.untrusted_json import parse_json
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.families.registry import (
     differences,

@@ -25,9 +25,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tessera.errors import WeightFileError
-from tessera.errors.untrusted_text import parse_json
 from tessera.foundations.dtypes import DTYPES
 from tessera.train.files.regular_files import check_regular
+from tessera.train.files.untrusted_json import parse_json
 
 _FORMAT_NAMES: Final[Mapping[np.dtype[Any], str]] = {
     **{DTYPES[f"f{bits}"]: f"F{bits}" for bits in (16, 32, 64)},

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeAlias
 
-from tessera.errors.untrusted_text import parse_json
+from tessera.train.files.untrusted_json import parse_json
 
 Event: TypeAlias = Mapping[str, Any]
 

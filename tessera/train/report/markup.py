@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NewType
 
-from tessera.errors.untrusted_text import printable
+from tessera.errors import printable
 
 Html = NewType("Html", str)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tessera.errors.untrusted_text import count_of
 from tessera.train.files.regular_files import check_regular
+from tessera.train.files.untrusted_json import count_of
 
 _Item = TypeVar("_Item")
 

@@ -13,8 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import RewardError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import RewardError, printable
 from tessera.train.rewards.reward_functions import Arguments, Outcome, Outcomes
 from tessera.train.rewards.reward_names import parse_names
 from tessera.train.rewards.reward_process import RewardProcess

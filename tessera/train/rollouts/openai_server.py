@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from tessera.errors import ServerError, did_you_mean
-from tessera.errors.untrusted_text import parse_json
 from tessera.train.checkpoints.first_process import broadcast_from_first
+from tessera.train.files.untrusted_json import parse_json
 from tessera.train.rollouts.completions import Completion
 
 _AT_ONCE: Final = 64  # requests

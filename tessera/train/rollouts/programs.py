@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tessera.foundations.tree import Tree
 from tessera.jax_compat.workarounds import CorrectJit
 from tessera.mesh import Mesh
-from tessera.ops.deterministic_sums import optimization_barrier
 from tessera.ops.operand_layouts import gathered, region_mesh
 from tessera.tracing.scope import constrain
+from tessera.train.loop.deterministic_sums import optimization_barrier
 from tessera.train.models.decoding import Cache, Decoding
 from tessera.train.models.model import Model
 from tessera.train.models.paged_cache import Pages

@@ -17,7 +17,8 @@ from typing import Any, Final, TypeAlias
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from tessera.errors.untrusted_text import parse_json, printable
+from tessera.errors import printable
+from tessera.train.files.untrusted_json import parse_json
 
 _log: Final = logging.getLogger("tessera.train.runtime")
 # AWS recommends 5 s. Azure answers a machine, which may have eight ranks that ask two

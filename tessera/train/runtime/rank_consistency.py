@@ -18,8 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from tessera.errors import RanksDifferError, TesseraError
-from tessera.errors.untrusted_text import printable
+from tessera.errors import RanksDifferError, TesseraError, printable
 from tessera.train.runtime.accelerators import assign_devices, find_accelerators
 from tessera.train.runtime.cluster import Cluster
 

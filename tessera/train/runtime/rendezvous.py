@@ -30,13 +30,13 @@ from tessera.errors import (
     OutputPathError,
     RanksDifferError,
     TesseraError,
+    printable,
 )
-from tessera.errors.untrusted_text import (
+from tessera.train.files.untrusted_json import (
     Count,
     count_of,
     decode_json,
     parse_json,
-    printable,
     text_of,
 )
 from tessera.train.runtime.addresses import host_and_port, listen, wait_for_host

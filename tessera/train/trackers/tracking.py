@@ -20,8 +20,8 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import yaml
 
-from tessera.errors import MissingLibraryError
-from tessera.errors.untrusted_text import parse_json, printable
+from tessera.errors import MissingLibraryError, printable
+from tessera.train.files.untrusted_json import parse_json
 from tessera.train.loop.run_folder import TRACKER, RunFolder, write_durably
 
 Outcome: TypeAlias = Literal["finished", "failed", "preempted"]

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import tessera as ts
 from tessera.mesh import Mesh
-from tessera.ops.deterministic_sums import optimization_barrier
 from tessera.ops.operand_layouts import region_mesh
 from tessera.targets.target import Target
 from tessera.tracing.scope import round_alike
+from tessera.train.loop.deterministic_sums import optimization_barrier
 from tests.fuzz.layer_chains import LAYERS, WIDTH, drawn_loss
 from tests.targets.compiled.programs import array, only_in_test_targets
 

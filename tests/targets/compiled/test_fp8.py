@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tessera.analysis.hlo import parse
-from tessera.ops.fp8_matmul import fp8_tensordot
+from tessera.train.models.decoder.fp8_matmul import fp8_tensordot
 from tests.targets.compiled.programs import (
     H100,
     MATRICES,

@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tessera.ops.activations import GATES
-from tessera.ops.fp8_matmul import fp8_tensordot
 from tessera.ops.norms import rms_norm
 from tessera.shard import ShardSpec
 from tessera.tracing.casts import cast_parameter
 from tessera.train.models.decoder.config import DecoderConfig
+from tessera.train.models.decoder.fp8_matmul import fp8_tensordot
 from tessera.train.models.decoder.quantized_kernel import dequantize, quantize
 from tessera.train.models.decoder.rotary import Rotation
 from tessera.train.models.partition_rules import Placement

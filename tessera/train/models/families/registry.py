@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tessera.errors import ModelFolderError, TesseraError, did_you_mean
-from tessera.errors.untrusted_text import parse_json
 from tessera.train.files.regular_files import read_regular
+from tessera.train.files.untrusted_json import parse_json
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.families.family import Family
 from tessera.train.models.families.gemma import GEMMA2, GEMMA3

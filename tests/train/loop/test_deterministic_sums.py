@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tessera.mesh import Mesh
-from tessera.ops.deterministic_sums import (
+from tessera.train.loop.deterministic_sums import (
     optimization_barrier,
     pairwise_sum,
     sum_of_rounds,

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tessera.ops.fp8_matmul import fp8_tensordot, quantize
+from tessera.train.models.decoder.fp8_matmul import fp8_tensordot, quantize
 
 DTYPES = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
 E4M3, E5M2 = DTYPES

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses text from other programs strictly, and prints it without escape sequences.
+"""Parses JSON from other programs strictly.
 
-Such text comes from other ranks over a socket, or from files that anyone may have
+It comes from other ranks over a socket, or from files that anyone may have
 changed.
 """
 
@@ -169,26 +169,6 @@ def _of_type(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{_named(value)} is not of type {kind.__name__}")
     return value
-
-
-def printable(text: str, *, keep: str = "", longest: int | None = None) -> str:
-    r"""Escape the characters of a text that are not printable.
-
-    Args:
-      text: Any text.
-      keep: Unprintable characters to leave as they are, such as ``"\n"``.
-      longest: Truncate it to so many characters; None does not.
-
-    Example:
-      >>> print(printable("\x1b[2J and \u202e"))
-      \x1b[2J and \u202e
-    """
-    if longest is not None and len(text) > longest:
-        text = f"{text[:longest]}…"
-    return "".join(
-        char if char.isprintable() or char in keep else ascii(char)[1:-1]
-        for char in text
-    )
 
 
 def _named(value: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tessera.errors.untrusted_text import Count, decode_json, parse_json
+from tessera.train.files.untrusted_json import Count, decode_json, parse_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def test_json_is_parsed_strictly(text):
 
 @pytest.mark.parametrize("item", ["[],", '{"a":0},', '"",', "0,"])
 def test_json_of_too_many_values_is_refused(item, monkeypatch):
-    monkeypatch.setattr("tessera.errors.untrusted_text._MOST_VALUES", 2**10)
+    monkeypatch.setattr("tessera.train.files.untrusted_json._MOST_VALUES", 2**10)
     text = f"[{item * 2**10}0]"
     with pytest.raises(ValueError, match="more than 1,024 values"):
         parse_json(text, longest=2**24)
