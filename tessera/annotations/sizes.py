@@ -2,9 +2,9 @@
 """Solves for the sizes of symbols, given the sizes of expressions of them.
 
 Each dim of an annotated array is a constraint: an expression equals a size. Symbols by
-themselves come first. An expression with one unknown symbol left is solved for it if it
-is linear in it. Products of several unknowns, such as ``3*D_head*H`` and ``D_head*H``,
-are compared with each other.
+themselves come first, then those that are the only unknown of a product. What has no
+unknown left is checked. Products of several unknowns, such as ``3*D_head*H`` and
+``D_head*H``, are compared with each other, and other expressions with the same ones.
 """
 
 import math
@@ -66,9 +66,21 @@ def solve(constraints: Iterable[Constraint]) -> Solution:
         elif not dim.is_anonymous:
             expressions.append(constraint)
     _assign(named, solution)
-    products = _solve_expressions(expressions, solution)
-    _assign(_unknown_products(products, solution), solution)
+    while determined := [c for c in expressions if _lacks_one(c, solution)]:
+        expressions = [c for c in expressions if c not in determined]
+        _assign(_unknown_parts(determined, solution), solution)
+    unknown = [c for c in expressions if solution.unknown(c.dim.symbols)]
+    for constraint in expressions:
+        if constraint not in unknown:
+            _check(constraint, solution)
+    _assign(_unknown_parts(unknown, solution), solution)
     return solution
+
+
+def _lacks_one(constraint: Constraint, solution: Solution) -> bool:
+    """Whether it is a product of which one factor has no size."""
+    product = constraint.dim.product
+    return product is not None and len(solution.unknown(product[1])) == 1
 
 
 def _assign(named: Iterable[NamedSize], solution: Solution) -> None:
@@ -81,23 +93,6 @@ def _assign(named: Iterable[NamedSize], solution: Solution) -> None:
         if len(by_size) > 1:
             sizes = [f"{size} by {' and '.join(at)}" for size, at in by_size.items()]
             solution.problems.append(f"{name} is {', '.join(sizes)}")
-
-
-def _solve_expressions(
-    constraints: list[Constraint], solution: Solution
-) -> list[Constraint]:
-    """Check and solve until nothing changes; returns those that still have unknowns."""
-    while True:
-        unsolved: list[Constraint] = []
-        for constraint in constraints:
-            unknown = solution.unknown(constraint.dim.symbols)
-            if not unknown:
-                _check(constraint, solution)
-            elif len(unknown) > 1 or not _solve_for(unknown[0], constraint, solution):
-                unsolved.append(constraint)
-        if len(unsolved) == len(constraints):
-            return unsolved
-        constraints = unsolved
 
 
 def _check(constraint: Constraint, solution: Solution) -> None:
@@ -115,46 +110,24 @@ def _check(constraint: Constraint, solution: Solution) -> None:
     )
 
 
-def _solve_for(symbol: str, constraint: Constraint, solution: Solution) -> bool:
-    """Solve an expression for a symbol that it is linear in; False if it is not."""
-    dim = constraint.dim
-    if "//" in dim.text:
-        return False
-    # Degrees above one show in a second difference: 0, 1, 2 and 3 suffice for a cubic.
-    at = [dim.evaluate({**solution.sizes, symbol: size}) for size in range(4)]
-    slope = at[1] - at[0]
-    if slope == 0 or at != [at[0] + slope * size for size in range(4)]:
-        return False
-    size, remainder = divmod(constraint.size - at[0], slope)
-    if remainder or size < 0:
-        solution.problems.append(
-            f"{dim} is {constraint.size} by {constraint.source}, which no {symbol} "
-            "gives"
-        )
-    else:
-        solution.sizes[symbol] = size
-    return True
-
-
-def _unknown_products(
+def _unknown_parts(
     constraints: Iterable[Constraint], solution: Solution
 ) -> list[NamedSize]:
-    """The sizes of products of unknowns: what is left divided by the known factors."""
-    products: list[NamedSize] = []
+    """The sizes of products without their known factors, and of other expressions."""
+    parts: list[NamedSize] = []
     for constraint in constraints:
-        dim = constraint.dim
+        dim, size, source = constraint.dim, constraint.size, constraint.source
         if dim.product is None:
-            continue  # a sum of unknowns is not determined
+            parts.append((dim.text, size, source))
+            continue
         coefficient, symbols = dim.product
-        unknown = solution.unknown(symbols)
         known = (solution.sizes[s] for s in symbols if s in solution.sizes)
         factor = coefficient * math.prod(known)
-        if factor == 0 or constraint.size % factor:
+        if size % factor if factor else size:
             solution.problems.append(
-                f"{dim} is {constraint.size} by {constraint.source}, "
-                f"which is no multiple of {factor}"
+                f"{dim} is {size} by {source}, which is no multiple of {factor}"
             )
-            continue
-        product = "*".join(sorted(unknown))
-        products.append((product, constraint.size // factor, constraint.source))
-    return products
+        elif factor:
+            unknown = "*".join(sorted(solution.unknown(symbols)))
+            parts.append((unknown, size // factor, source))
+    return parts

@@ -3,8 +3,7 @@
 
 The names of the stub beside this file are public: those of schedules (``schedule``,
 ``custom``, ``Schedule``, ``Op``, ``Kind``, ``Placement``, ``stage_of``) and their
-buffers (``allocate``), of the split of layers into stages (``balanced``, ``describe``),
-and the loop with what it runs (``Pipeline``, ``Stages``).
+buffers (``allocate``), and the loop with what it runs (``Pipeline``, ``Stages``).
 """
 
 from tessera._lazy import lazy_names

@@ -4,8 +4,6 @@
 A facade: every name is defined elsewhere, and nothing in the room imports it.
 """
 
-from tessera.graph.pipelining.balance_stages import balanced as balanced
-from tessera.graph.pipelining.balance_stages import describe as describe
 from tessera.graph.pipelining.buffer_slots import allocate as allocate
 from tessera.graph.pipelining.device_stages import Stages as Stages
 from tessera.graph.pipelining.microbatches import (

@@ -3,8 +3,9 @@
 
 import warnings
 
-from tessera.errors import BatchSizeError, TesseraWarning
+from tessera.errors import BatchSizeError, TesseraWarning, nearest_multiples
 from tessera.graph.pipelining.schedule_table import Schedule
+from tessera.ops.operand_checks import nearest_divisors
 
 
 def check_batch(rows: int, microbatches: int) -> None:
@@ -22,17 +23,12 @@ def check_batch(rows: int, microbatches: int) -> None:
     """
     if rows > 0 and rows % microbatches == 0:
         return
-    whole = max(rows // microbatches, 0) * microbatches
-    sizes = [str(size) for size in (whole, whole + microbatches) if size > 0]
-    counts = [count for count in range(1, rows + 1) if rows % count == 0]
-    below = [str(count) for count in counts if count < microbatches][-1:]
-    above = [str(count) for count in counts if count > microbatches][:1]
-    numbers = " or ".join(below + above)
+    numbers = nearest_divisors(rows, microbatches)
     raise BatchSizeError(
         f"a batch cannot be split into {microbatches} equal microbatches",
         got=f"{rows} rows, {microbatches} microbatches: "
         f"{rows} % {microbatches} = {rows % microbatches}",
-        fix=f"use a batch of {' or '.join(sizes)} rows"
+        fix=f"use a batch of {nearest_multiples(microbatches, rows)} rows"
         + (f", or {numbers} microbatches" if numbers else ""),
     )
 

@@ -15,6 +15,7 @@ from tessera.errors import (
     ScheduleError,
     UnknownScheduleError,
     did_you_mean,
+    nearest_multiples,
 )
 from tessera.graph.pipelining.lock_steps import Placed, lock_steps
 from tessera.graph.pipelining.schedule_legality import check
@@ -140,13 +141,12 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """
     _checked_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
     if chunks > 1 and microbatches % stages:
-        below = microbatches // stages * stages
-        nearest = [str(size) for size in (below, below + stages) if size > 0]
         raise PipelineSizeError(
             "interleaved chunks need a multiple of the stages as microbatches",
             got=f"{microbatches} microbatches, {stages} stages: "
             f"{microbatches} % {stages} = {microbatches % stages}",
-            fix=f"use {' or '.join(nearest)} microbatches, or the schedule '1f1b'",
+            fix=f"use {nearest_multiples(stages, microbatches)} microbatches, or the "
+            "schedule '1f1b'",
         )
     ops = _alternating(stages, microbatches, chunks)
     return _schedule_of("interleaved", stages, microbatches, chunks, ops)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from tessera.graph.pipelining import describe, fewer_microbatches_warning
+from tessera.graph.pipelining import fewer_microbatches_warning
 from tessera.train.config.post_training_config import POLICY
 from tessera.train.config.run_config import data_parallel_groups
 from tessera.train.loop import optimizer_offload
+from tessera.train.models.balance_stages import describe
 
 if TYPE_CHECKING:
     from tessera.train.loop.build_run import Run

@@ -24,8 +24,9 @@ import numpy as np
 from jaxtyping import Array
 
 from tessera.foundations.tree import Tree
-from tessera.graph.pipelining import Placement, balanced, stage_of
+from tessera.graph.pipelining import Placement, stage_of
 from tessera.mesh import Mesh
+from tessera.train.models.balance_stages import balanced
 
 
 @dataclass(frozen=True)

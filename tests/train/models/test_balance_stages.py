@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import PipelineSizeError
-from tessera.graph.pipelining import balanced, describe
+from tessera.train.models.balance_stages import balanced, describe
 
 COSTS = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=8)
 
