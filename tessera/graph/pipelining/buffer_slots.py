@@ -6,6 +6,7 @@ tick of its write to that of its last read and is then free for the next value: 
 linear scan of register allocation (Poletto and Sarkar 1999), which is optimal here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -41,28 +42,30 @@ class Slots:
       cotangent_slots: Slots of the cotangent buffer.
       weight_slots: Slots of the weight buffer; 0 where the backward is not split.
       end_slots: Slots of the end buffer; 0 where the last stage runs in its B.
-      receive_forward: Input slot for what the device before sent in the last tick.
-      receive_backward: Cotangent slot for what the device after sent in the last tick,
-        or at the turn of a "v" the device itself.
-      turned_forward: Input slot for what the device after, or at the turn the device
-        itself, sent to a second chunk of a "v".
-      turned_backward: Cotangent slot for what the device before sent to one.
-      forward_slot: Input slot that this tick's F reads.
-      backward_slot: Input slot that this tick's B reads.
-      leave_slot: Residual slot that this tick's F writes, or a free one.
-      residual_slot: Residual slot that this tick's B reads.
-      cotangent_slot: Cotangent slot that this tick's B reads.
-      keep_slot: Weight slot that this tick's B writes, or a free one.
-      weight_slot: Weight slot that this tick's W reads.
-      leave_end: End slot that this tick's F writes.
-      end_slot: End slot that this tick's B reads.
+      tables: The slot of each device in each tick, by name:
+
+        receive_forward: Input slot for what the device before sent in the last tick.
+        receive_backward: Cotangent slot for what the device after sent in the last
+          tick, or at the turn of a "v" the device itself.
+        turned_forward: Input slot for what the device after, or at the turn the device
+          itself, sent to a second chunk of a "v".
+        turned_backward: Cotangent slot for what the device before sent to one.
+        forward_slot: Input slot that this tick's F reads.
+        backward_slot: Input slot that this tick's B reads.
+        leave_slot: Residual slot that this tick's F writes, or a free one.
+        residual_slot: Residual slot that this tick's B reads.
+        cotangent_slot: Cotangent slot that this tick's B reads.
+        keep_slot: Weight slot that this tick's B writes, or a free one.
+        weight_slot: Weight slot that this tick's W reads.
+        leave_end: End slot that this tick's F writes.
+        end_slot: End slot that this tick's B reads.
 
     Example:
       >>> from tessera.graph.pipelining import schedule
       >>> slots = allocate(schedule("1f1b", stages=3, microbatches=64))
       >>> slots.input_slots, slots.residual_slots, slots.cotangent_slots
       (1, 5, 1)
-      >>> slots.leave_slot[:4].tolist()
+      >>> slots.tables["leave_slot"][:4].tolist()
       [[0, 0, 0], [1, 0, 0], [2, 1, 0], [3, 2, 0]]
     """
 
@@ -71,23 +74,7 @@ class Slots:
     cotangent_slots: int
     weight_slots: int
     end_slots: int
-    receive_forward: np.ndarray
-    receive_backward: np.ndarray
-    turned_forward: np.ndarray
-    turned_backward: np.ndarray
-    forward_slot: np.ndarray
-    backward_slot: np.ndarray
-    leave_slot: np.ndarray
-    residual_slot: np.ndarray
-    cotangent_slot: np.ndarray
-    keep_slot: np.ndarray
-    weight_slot: np.ndarray
-    leave_end: np.ndarray
-    end_slot: np.ndarray
-
-    def tables(self) -> dict[str, np.ndarray]:
-        """The tables by name."""
-        return {n: value for n, value in vars(self).items() if np.ndim(value)}
+    tables: Mapping[str, np.ndarray]
 
 
 def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
@@ -141,19 +128,21 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
         cotangent_slots=cotangent_slots,
         weight_slots=weight_slots,
         end_slots=end_slots,
-        receive_forward=table(arrives, inputs, ~is_turned),
-        receive_backward=table(returns, cotangents, ~is_turned),
-        turned_forward=table(arrives, inputs, is_turned),
-        turned_backward=table(returns, cotangents, is_turned),
-        forward_slot=table(when["F"], inputs),
-        backward_slot=table(when["B"], inputs, runs_in_backward),
-        leave_slot=leave,
-        residual_slot=table(when["B"], left),
-        cotangent_slot=table(when["B"], cotangents),
-        keep_slot=keep,
-        weight_slot=table(when["W"], kept),
-        leave_end=table(when["F"], ends),
-        end_slot=table(when["B"], ends),
+        tables={
+            "receive_forward": table(arrives, inputs, ~is_turned),
+            "receive_backward": table(returns, cotangents, ~is_turned),
+            "turned_forward": table(arrives, inputs, is_turned),
+            "turned_backward": table(returns, cotangents, is_turned),
+            "forward_slot": table(when["F"], inputs),
+            "backward_slot": table(when["B"], inputs, runs_in_backward),
+            "leave_slot": leave,
+            "residual_slot": table(when["B"], left),
+            "cotangent_slot": table(when["B"], cotangents),
+            "keep_slot": keep,
+            "weight_slot": table(when["W"], kept),
+            "leave_end": table(when["F"], ends),
+            "end_slot": table(when["B"], ends),
+        },
     )
 
 

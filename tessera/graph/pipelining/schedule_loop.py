@@ -212,7 +212,7 @@ def _run_ticks(device: Device) -> Gradients:
 
 def _rows(device: Device) -> Row:
     """The table's columns of one device, int32 ``[ticks]`` each."""
-    schedule, columns = device.schedule, device.slots.tables()
+    schedule, columns = device.schedule, dict(device.slots.tables)
     for name, kind in (("forward", "F"), ("backward", "B"), ("weight", "W")):
         micro, chunk = np.moveaxis(schedule.table(kind), -1, 0)
         columns |= {f"{name}_micro": micro, f"{name}_chunk": chunk}

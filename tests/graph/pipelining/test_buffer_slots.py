@@ -32,13 +32,13 @@ def execute_with(table: Schedule, slots: Slots, recomputes: bool) -> None:
     for tick in range(table.ticks):
         arrived, sent = sent, {"F": [None] * stages, "B": [None] * stages}
         for device in range(stages):
-            if (slot := slots.receive_forward[tick, device]) >= 0:
+            if (slot := slots.tables["receive_forward"][tick, device]) >= 0:
                 inputs[device][slot] = arrived["F"][device - 1]
-            if (slot := slots.receive_backward[tick, device]) >= 0:
+            if (slot := slots.tables["receive_backward"][tick, device]) >= 0:
                 cotangents[device][slot] = arrived["B"][after(table, device)]
-            if (slot := slots.turned_forward[tick, device]) >= 0:
+            if (slot := slots.tables["turned_forward"][tick, device]) >= 0:
                 inputs[device][slot] = arrived["F"][after(table, device)]
-            if (slot := slots.turned_backward[tick, device]) >= 0:
+            if (slot := slots.tables["turned_backward"][tick, device]) >= 0:
                 cotangents[device][slot] = arrived["B"][device - 1]
             rings = [ring[device] for ring in (inputs, left, cotangents, kept, ends)]
             run(table, slots, recomputes, (tick, device), rings, sent)
@@ -54,7 +54,10 @@ def run(table, slots, recomputes, place, rings, sent) -> None:
     last, (tick, device) = table.virtual_stages - 1, place
     inputs, left, cotangents, kept, ends = rings
     # Every tick writes these buffers, at first what is then overwritten.
-    for ring, slot in ((left, slots.leave_slot), (kept, slots.keep_slot)):
+    for ring, slot in (
+        (left, slots.tables["leave_slot"]),
+        (kept, slots.tables["keep_slot"]),
+    ):
         if ring:
             ring[slot[tick, device]] = None
 
@@ -70,23 +73,28 @@ def run(table, slots, recomputes, place, rings, sent) -> None:
             stage = 2 * table.stages - 1 - device
         waits = table.placement == "v" and not recomputes
         if m >= 0 and kind == "F":
-            read(inputs, slots.forward_slot, (m, stage), stage > 0)
+            read(inputs, slots.tables["forward_slot"], (m, stage), stage > 0)
             if waits and stage == last:
-                ends[slots.leave_end[tick, device]] = (m, stage)
+                ends[slots.tables["leave_end"][tick, device]] = (m, stage)
             if not recomputes and (stage < last or waits):
-                left[slots.leave_slot[tick, device]] = (m, stage)
+                left[slots.tables["leave_slot"][tick, device]] = (m, stage)
             sent["F"][device] = (m, stage + 1)
         elif m >= 0 and kind == "B":
             runs_again = recomputes or (stage == last and not waits)
-            read(ends, slots.end_slot, (m, stage), waits and stage == last)
-            read(inputs, slots.backward_slot, (m, stage), runs_again and stage > 0)
-            read(left, slots.residual_slot, (m, stage), not runs_again)
-            read(cotangents, slots.cotangent_slot, (m, stage), stage < last)
+            read(ends, slots.tables["end_slot"], (m, stage), waits and stage == last)
+            read(
+                inputs,
+                slots.tables["backward_slot"],
+                (m, stage),
+                runs_again and stage > 0,
+            )
+            read(left, slots.tables["residual_slot"], (m, stage), not runs_again)
+            read(cotangents, slots.tables["cotangent_slot"], (m, stage), stage < last)
             sent["B"][device] = (m, stage - 1)
             if table.splits_backward:
-                kept[slots.keep_slot[tick, device]] = (m, stage)
+                kept[slots.tables["keep_slot"][tick, device]] = (m, stage)
         elif m >= 0:
-            read(kept, slots.weight_slot, (m, stage), has_slot=True)
+            read(kept, slots.tables["weight_slot"], (m, stage), has_slot=True)
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3))
@@ -151,9 +159,9 @@ def test_one_device_keeps_only_what_it_sends_to_itself():
 
 def test_the_tables_cannot_be_written():
     slots = allocate(schedule("1f1b", 2, 4))
-    assert slots.receive_forward.dtype == np.int32
+    assert slots.tables["receive_forward"].dtype == np.int32
     with pytest.raises(ValueError, match="read-only"):
-        slots.receive_forward[0, 0] = 1
+        slots.tables["receive_forward"][0, 0] = 1
 
 
 def test_what_waits_takes_a_slot_for_as_long():
@@ -162,7 +170,7 @@ def test_what_waits_takes_a_slot_for_as_long():
     second = [[[], [Op("F", m), Op("B", m)]] for m in (0, 1)]
     first = [[[Op("B", 0)], []], [[Op("B", 1)], []]]
     slots = allocate(custom([*forwards, *second, *first], microbatches=2))
-    assert slots.receive_forward.tolist() == [
+    assert slots.tables["receive_forward"].tolist() == [
         [-1, -1],
         [-1, 0],
         [-1, 1],
@@ -170,7 +178,7 @@ def test_what_waits_takes_a_slot_for_as_long():
         [-1, -1],
         [-1, -1],
     ]
-    assert slots.forward_slot[:, 1].tolist() == [-1, -1, 0, 1, -1, -1]
-    assert slots.receive_backward[:, 0].tolist() == [-1, -1, -1, 0, 1, -1]
-    assert slots.cotangent_slot[:, 0].tolist() == [-1, -1, -1, -1, 0, 1]
+    assert slots.tables["forward_slot"][:, 1].tolist() == [-1, -1, 0, 1, -1, -1]
+    assert slots.tables["receive_backward"][:, 0].tolist() == [-1, -1, -1, 0, 1, -1]
+    assert slots.tables["cotangent_slot"][:, 0].tolist() == [-1, -1, -1, -1, 0, 1]
     assert (slots.input_slots, slots.cotangent_slots) == (2, 2)
