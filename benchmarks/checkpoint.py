@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from tessera.dist import simulate_devices
+from tessera.train.config.mesh_shape import mesh_of_shape
 
 simulate_devices(4)
 
 import jax  # noqa: E402
 import report  # noqa: E402
 
-from tessera.mesh import Mesh  # noqa: E402
 from tessera.train.checkpoints.checkpoint_folder import (  # noqa: E402
     Checkpoint,
     read_checkpoint,
@@ -54,7 +54,7 @@ def run_of(width: int) -> Run:
     training = TrainingConfig(steps=10**6, checkpoint_every=1, keep=2)
     model = ModelConfig(name="tiny", mesh_shape=((4,), ("fsdp",)), config=config)
     settings = Config(name="checkpoint", model=model, training=training)
-    return Run(settings, Mesh.from_shape(model.mesh_shape))
+    return Run(settings, mesh_of_shape(model.mesh_shape))
 
 
 def measure(width: int, folder: Path) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tessera.dist import simulate_devices
+from tessera.train.config.mesh_shape import mesh_of_shape
 
 simulate_devices(8)
 
 import report  # noqa: E402
 
-from tessera.mesh import Mesh  # noqa: E402
 from tessera.train.config.run_config import (  # noqa: E402
     Config,
     ModelConfig,
@@ -76,7 +76,7 @@ def endure(mesh: str, steps: int, in_flight: int) -> dict[str, Any]:
         data=DataConfig(name="synthetic"),
         runtime=RuntimeConfig(max_steps_in_flight=in_flight),
     )
-    job = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    job = Run(settings, mesh_of_shape(settings.model.mesh_shape))
     recorder = Recorder()
     with Console(None, stream=io.StringIO(), terminal=False) as console:
         Trainer(job, job.load_data(), console, recorder).train()

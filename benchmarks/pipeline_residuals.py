@@ -22,9 +22,9 @@ import report
 
 from tessera.foundations.config_files import configs_dir
 from tessera.graph.pipelining.buffer_slots import allocate
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.runtime.devices import prepare_devices
 
@@ -51,7 +51,7 @@ def run_of(model: str, remat: str, *more: str) -> Run:
     words += [f"runtime.target={TARGET}", "training.dry_run=true"]
     words += ["training.mixed_precision=bf16", f"training.sequence_length={LENGTH}"]
     config = compose(words, configs_dir()).config
-    mesh = Mesh.from_shape(config.model.mesh_shape, target=Target.parse(TARGET))
+    mesh = mesh_of_shape(config.model.mesh_shape, target=Target.parse(TARGET))
     return Run(config, mesh)
 
 

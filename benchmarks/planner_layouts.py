@@ -19,10 +19,10 @@ import report
 from planner_published import spearman
 
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.train_state import init_state
@@ -65,7 +65,7 @@ class Compiled:
 
     def __init__(self, overrides: tuple[str, ...]) -> None:
         settings = settings_of(overrides)
-        self.run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+        self.run = Run(settings, mesh_of_shape(settings.model.mesh_shape))
         config = self.run.step_config
         self.state = init_state(
             config.model,

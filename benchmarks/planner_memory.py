@@ -18,9 +18,9 @@ import report
 
 from tessera.errors import DeviceMemoryError
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.layout import Layout
@@ -109,7 +109,7 @@ def rows(names: list[str]) -> Iterator[report.Row]:
         key = name, length, place
         models[key] = models.get(key) or StepModel.of(settings, target)
         estimate = models[key].memory(Layout.of(settings)).total
-        placed = Mesh.from_shape(settings.model.mesh_shape, target=target)
+        placed = mesh_of_shape(settings.model.mesh_shape, target=target)
         peak: float | None = None
         try:
             peak = Run(settings, placed).compiled.memory.peak

@@ -18,9 +18,9 @@ import report
 from planner_published import spearman
 
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
@@ -65,7 +65,7 @@ def main() -> None:
         settings = compose(words, configs_dir()).config
         model = model or StepModel.of(settings, target)
         estimate = model.predict(Layout.of(settings))
-        placed = Mesh.from_shape(settings.model.mesh_shape, target=target)
+        placed = mesh_of_shape(settings.model.mesh_shape, target=target)
         timeline = Run(settings, placed).compiled.timeline
         rows.append(
             {

@@ -108,12 +108,12 @@ def row(name: str, value: int, overrides: list[str]) -> dict[str, Any]:
 def measured(overrides: list[str]) -> dict[str, Any]:
     """CPU seconds and bytes of compiling the trainer's step."""
     # Here, so that the parent stays small.
-    from tessera.mesh import Mesh
     from tessera.train.config.command_line import compose
+    from tessera.train.config.mesh_shape import mesh_of_shape
     from tessera.train.loop.build_run import Run
 
     settings = compose(overrides, CONFIGS).config
-    job = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    job = Run(settings, mesh_of_shape(settings.model.mesh_shape))
     args = job.abstract_state, job.abstract_batch
     before = peak_bytes()
     traced, trace = timed(lambda: job.step.trace(*args))

@@ -34,10 +34,8 @@ from tessera.foundations.device_grid import (
     checked_axes,
     checked_shape,
     fold,
-    inferred,
     listed,
     read_devices,
-    read_pair,
 )
 from tessera.jax_compat import jaxprs, target_devices
 from tessera.jax_compat.traces import manual_axes
@@ -121,40 +119,6 @@ class Mesh:
         self.of_abstract = False
         # The manual axes of an SPMD region, whose device ids are positions in it.
         self._is_region = False
-
-    @classmethod
-    def from_shape(
-        cls,
-        mesh_shape: Sequence[Any],
-        num_devices: int | None = None,
-        target: Target | None = None,
-    ) -> "Mesh":
-        """A mesh from the notation of configurations: sizes, then names.
-
-        Args:
-          mesh_shape: ``[[4, 2], ["fsdp", "tp"]]``; one size may be -1.
-          num_devices: Total to infer a -1 from; None is the target's device count, or
-            JAX's.
-          target: The machine to compile for, where it is not this one.
-
-        Raises:
-          MeshShapeError: [T101] not a pair of sizes and names, or sizes that do not
-            divide the devices.
-
-        Example:
-          >>> Mesh.from_shape([[-1, 2], ["fsdp", "tp"]], num_devices=8).shape
-          {'fsdp': 4, 'tp': 2}
-        """
-        axes, sizes = read_pair(mesh_shape)
-        if -1 in sizes:
-            if num_devices is None:
-                num_devices = target.num_devices if target else jax.device_count()
-            sizes = inferred(axes, sizes, num_devices)
-        devices = None if target else range(math.prod(sizes))
-        # Settings are checked before there is a backend.
-        if devices and jaxprs.backend_started() and devices[-1] < jax.device_count():
-            devices = device_layout.grid_here(sizes, tuple(devices))
-        return cls(axes, devices=devices, shape=sizes, target=target)
 
     @classmethod
     def of(cls, mesh: "AnyMesh") -> "Mesh":

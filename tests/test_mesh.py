@@ -172,13 +172,6 @@ def test_one_axis_may_be_named_by_a_string():
     assert Mesh("dp", devices=range(4)).axes == ("dp",)
 
 
-def test_a_configuration_gives_sizes_and_names():
-    mesh = Mesh.from_shape([[4, 1], ["fsdp", "tp"]])
-    assert mesh.shape == {"fsdp": 4, "tp": 1}
-    assert Mesh.from_shape([[-1, 2], ["fsdp", "tp"]]).shape == {"fsdp": 4, "tp": 2}
-    assert Mesh.from_shape([[-1], ["dp"]], num_devices=3).size == 3
-
-
 # --- properties
 
 

@@ -36,9 +36,9 @@ def run_of(name: str, target: str | None = None) -> Any:
     import jax
 
     from tessera.foundations.config_files import configs_dir
-    from tessera.mesh import Mesh
     from tessera.targets.target import Target
     from tessera.train.config.command_line import compose
+    from tessera.train.config.mesh_shape import mesh_of_shape
     from tessera.train.loop.build_run import Run
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -56,7 +56,7 @@ def run_of(name: str, target: str | None = None) -> Any:
         settings += [f"runtime.target={target}", "training.dry_run=true"]
     config = compose(settings, configs_dir()).config
     machine = None if target is None else Target.parse(target)
-    return Run(config, Mesh.from_shape(config.model.mesh_shape, target=machine))
+    return Run(config, mesh_of_shape(config.model.mesh_shape, target=machine))
 
 
 def trainer() -> None:

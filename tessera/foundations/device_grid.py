@@ -80,23 +80,6 @@ def _unevenness(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return sorted(sizes, reverse=True), [-size for size in sizes]
 
 
-def read_pair(mesh_shape: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The axes and sizes in the notation of configurations, sizes first.
-
-    Raises:
-      MeshShapeError: [T101] it is not a pair of sizes and names.
-    """
-    parts = list(mesh_shape) if is_sequence(mesh_shape) else []
-    if len(parts) != 2 or not all(map(is_sequence, parts)):
-        raise MeshShapeError(
-            "a mesh shape is a pair of sizes and axis names",
-            got=f"{mesh_shape!r}",
-            fix='write [[4, 2], ["fsdp", "tp"]]',
-        )
-    axes = checked_axes(parts[1])
-    return axes, checked_shape(parts[0], axes)
-
-
 def checked_axes(axes: Sequence[str] | str) -> tuple[str, ...]:
     """Check axis names: non-empty strings without duplicates.
 

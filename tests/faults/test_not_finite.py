@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tessera.errors import NonFiniteError
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data import Corpus
 from tessera.train.loop.build_run import Run as TrainingRun
 from tessera.train.loop.console import Console
@@ -66,7 +66,7 @@ class Run:
         # One compiled step serves all runs.
         settings = compose([*SMALL], CONFIGS).config
         Run.job = job = Run.job or TrainingRun(
-            settings, Mesh.from_shape(settings.model.mesh_shape)
+            settings, mesh_of_shape(settings.model.mesh_shape)
         )
         folder, seen = open_run_folder(path, ""), io.StringIO()
         self.states: list[Any] = []

@@ -17,13 +17,13 @@ import pytest
 import tensorstore
 
 from tessera.foundations.tree import named_leaves
-from tessera.mesh import Mesh
 from tessera.train.checkpoints import manifest
 from tessera.train.checkpoints.choose_checkpoint import choose
 from tessera.train.checkpoints.export_checkpoint import export_checkpoint
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
@@ -41,9 +41,7 @@ class Saved:
     def __init__(self, folder: Path) -> None:
         composed = compose(SMALL, configs_dir())
         self.text, self.folder = composed.text, folder
-        self.run = Run(
-            composed.config, Mesh.from_shape(composed.config.model.mesh_shape)
-        )
+        self.run = Run(composed.config, mesh_of_shape(composed.config.model.mesh_shape))
         draw = np.random.default_rng(0)
 
         def leaf(struct: jax.ShapeDtypeStruct) -> jax.Array:

@@ -16,11 +16,11 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.machine import machine
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.config.layout_checks import build_model, layout_problems
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config, data_parallel_groups
 from tessera.train.config.settings_checks import check
 from tessera.train.planner.layout import Layout
@@ -55,7 +55,7 @@ def problems_of(config: Config, layout: Layout) -> list[TesseraError]:
         return problems
     problems = layout_problems(settings)
     try:
-        mesh = Mesh.from_shape(settings.model.mesh_shape)
+        mesh = mesh_of_shape(settings.model.mesh_shape)
         build_model(settings, mesh).layouts(mesh)
     except TesseraError as error:
         problems.append(error)

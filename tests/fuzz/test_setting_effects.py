@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from tessera.errors import TesseraError
-from tessera.mesh import Mesh
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run as TrainingRun
 from tests.fuzz.override_lists import SETTINGS, SMALL
@@ -237,9 +237,7 @@ class Run:
 
     def __init__(self, *overrides: str) -> None:
         self.config = config_of(*overrides)
-        self.run = TrainingRun(
-            self.config, Mesh.from_shape(self.config.model.mesh_shape)
-        )
+        self.run = TrainingRun(self.config, mesh_of_shape(self.config.model.mesh_shape))
         self.run.check()
 
     @cached_property

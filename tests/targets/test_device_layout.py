@@ -52,7 +52,7 @@ def test_chosen_devices_keep_their_order():
 
 def test_a_size_of_minus_one_takes_all_devices_of_the_target():
     target = Target.parse("h100:2x8")
-    mesh = Mesh.from_shape([[-1, 2], ["fsdp", "tp"]], target=target)
+    mesh = Mesh(["fsdp", "tp"], shape=(-1, 2), target=target)
     assert (mesh.shape, mesh.idle_device_ids) == ({"fsdp": 8, "tp": 2}, ())
     assert Mesh(["tp"], shape=(12,), target=target).idle_device_ids == (12, 13, 14, 15)
 

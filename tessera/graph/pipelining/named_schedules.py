@@ -97,7 +97,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
         forward, backward = Op("F", m), Op("B", m)
         placed += [(m + s, s, forward) for s in range(stages)]
         placed += [(end - m - s, s, backward) for s in range(stages)]
-    return _schedule_of("gpipe", stages, microbatches, 1, placed)
+    return _with_cells(Schedule("gpipe", stages, microbatches, 1, False, ()), placed)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -117,8 +117,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
       device 1 |    | F0 B0 | F1 B1 |
     """
     _checked_sizes(stages=stages, microbatches=microbatches)
-    ops = _alternating(stages, microbatches, 1)
-    return _schedule_of("1f1b", stages, microbatches, 1, ops)
+    empty = Schedule("1f1b", stages, microbatches, 1, False, ())
+    return _with_cells(empty, _alternating(stages, microbatches, 1))
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -148,8 +148,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
             fix=f"use {nearest_multiples(stages, microbatches)} microbatches, or the "
             "schedule '1f1b'",
         )
-    ops = _alternating(stages, microbatches, chunks)
-    return _schedule_of("interleaved", stages, microbatches, chunks, ops)
+    empty = Schedule("interleaved", stages, microbatches, chunks, False, ())
+    return _with_cells(empty, _alternating(stages, microbatches, chunks))
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
@@ -177,9 +177,7 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     for m in range(microbatches):
         weight = Op("W", m)
         ops += [(m + 2 * (stages - 1), device, weight) for device in range(stages)]
-    return _schedule_of(
-        "zero_bubble", stages, microbatches, 1, ops, splits_backward=True
-    )
+    return _with_cells(Schedule("zero_bubble", stages, microbatches, 1, True, ()), ops)
 
 
 def dualpipev(stages: int, microbatches: int) -> Schedule:
@@ -291,19 +289,6 @@ def _checked_sizes(**sizes: int) -> None:
                 got=f"{name}={size!r}",
                 fix=f"use {name}=1 or more",
             )
-
-
-def _schedule_of(
-    name: str,
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    placed: Sequence[Placed],
-    *,
-    splits_backward: bool = False,
-) -> Schedule:
-    empty = Schedule(name, stages, microbatches, chunks, splits_backward, ())
-    return _with_cells(empty, placed)
 
 
 def _with_cells(empty: Schedule, placed: Sequence[Placed]) -> Schedule:

@@ -15,7 +15,6 @@ from tessera.errors import (
     UnknownModelError,
 )
 from tessera.foundations.tree import named_leaves
-from tessera.mesh import Mesh
 from tessera.train.checkpoints import storage
 from tessera.train.checkpoints.checkpoint_folder import (
     Checkpoint,
@@ -26,6 +25,7 @@ from tessera.train.checkpoints.restore_arrays import plain_shape, split_of
 from tessera.train.checkpoints.tokenizer_files import tokenizer_files
 from tessera.train.config.config_schema import settings_of_text
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.files.hub import local_path
 from tessera.train.models.definition import ModelOptions
@@ -129,7 +129,7 @@ def _check_adapters(config: Config) -> None:
       ModelFolderError: [T806] it has trained other parameters, too, or began with a
         part of a larger model, in which the adapters' modules have other names.
     """
-    model = build_model(config, Mesh.from_shape(((1,), ("fsdp",))))
+    model = build_model(config, mesh_of_shape(((1,), ("fsdp",))))
     trained = named_leaves(model.abstract()).keys() - model.frozen - model.adapters
     if model.adapters and trained:
         raise ModelFolderError(

@@ -14,6 +14,7 @@ from tessera.graph.pipelining import schedule
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.batch_sizes import with_batch_sizes
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.config.setting_fields import collected
 from tessera.train.loop.device_checks import check_fp8
@@ -89,7 +90,7 @@ def schedule_problems(settings: Config) -> list[TesseraError]:
 def _mesh(settings: Config, target: Target | None = None) -> Mesh:
     """The mesh of a run, on which a size of -1 counts as 1."""
     sizes, axes = settings.model.mesh_shape
-    return Mesh.from_shape([[max(size, 1) for size in sizes], axes], target=target)
+    return mesh_of_shape([[max(size, 1) for size in sizes], axes], target=target)
 
 
 def target_of(settings: Config) -> Target | None:

@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.checkpoint_folder import Checkpoint
 from tessera.train.checkpoints.choose_checkpoint import choose_start
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.config.command_line import Composed
 from tessera.train.config.layout_checks import target_of
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.files.hub import local_path
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.console import Console, log, table
@@ -77,7 +77,7 @@ def train(
     is_alone = here.count == 1 and not here.cluster.notes
     messages = [*([] if is_alone else [str(here.cluster)]), *composed.notes]
     target = target_of(settings)
-    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
+    run = Run(settings, mesh_of_shape(settings.model.mesh_shape, target=target))
     run.check()
     if settings.training.dry_run:
         dry_run(run, composed.notes, _published(composed, None))

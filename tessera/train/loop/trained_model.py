@@ -25,6 +25,7 @@ from tessera.train.checkpoints.export_checkpoint import (
     open_checkpoint,
     settings_of_checkpoint,
 )
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import MESH_AXES
 from tessera.train.data.chat_prompts import ChatPrompts
 from tessera.train.data.chat_template import Conversation
@@ -173,7 +174,7 @@ def mesh_of(text: str | None) -> Mesh | None:
             )
     least = prod(size for size in shape if size != -1)
     prepare_devices(least, axes=dict(zip(axes, shape, strict=True)))
-    return Mesh.from_shape([shape, axes])
+    return mesh_of_shape([shape, axes])
 
 
 def _checkpoint(path: Path) -> TrainedModel:

@@ -8,11 +8,11 @@ from typing import Final
 from tessera.analysis.memory import format_bytes
 from tessera.errors import PlanError, TargetError
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.machine import machine_names
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
 from tessera.train.config.layout_checks import target_of
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.overrides import is_choice, parse
 from tessera.train.config.run_config import Config
 from tessera.train.models.definition import import_module
@@ -83,7 +83,7 @@ def _asked(
     parsed = [parse(word) for word in words]
     pinned = frozenset(str(o.key_or_group) for o in parsed if not is_choice(o))
     options = replace(config.model_options, remat="none")
-    mesh = Mesh.from_shape([[1], ["fsdp"]])
+    mesh = mesh_of_shape([[1], ["fsdp"]])
     has_blocks = not any(config.model.kind.problems(config.model.config, options, mesh))
     if not has_blocks:
         pinned |= {"training.remat"}

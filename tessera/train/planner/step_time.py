@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from tessera.errors import PlanError
-from tessera.mesh import Mesh
 from tessera.targets.device_layout import device_grid
 from tessera.targets.link_routes import domain
 from tessera.targets.link_times import Span, collective_seconds, span
 from tessera.targets.machine import HOST_BANDWIDTH
 from tessera.targets.target import Target
 from tessera.train.config.layout_checks import build_model
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.post_training_config import NEXT_TOKEN
 from tessera.train.config.run_config import Config
 from tessera.train.models.model import Model
@@ -162,7 +162,7 @@ class StepModel:
         self, mesh: tuple[tuple[str, int], ...], chunks: int, sequence: bool
     ) -> tuple[DeviceWork, Model]:
         layout = Layout(mesh, 1, 1, chunks=chunks, sequence_parallel=sequence)
-        placed = Mesh.from_shape([[s for _, s in mesh], [n for n, _ in mesh]])
+        placed = mesh_of_shape([[s for _, s in mesh], [n for n, _ in mesh]])
         model = build_model(layout.applied(self.config), placed)
         place = model.place(placed)
         return DeviceWork(self.work, place, self.target.machine, model.split), model

@@ -20,6 +20,7 @@ from tessera.graph.compile_stages import Compiled
 from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 
 # ``make test-targets`` sets it. The compilers are not in the environment of the other
@@ -73,7 +74,7 @@ def trainer_step(target: str, layout: str, precision: str = "bf16") -> Compiled:
     settings += ["model=tiny", f"training.mixed_precision={precision}"]
     settings += ["training.dry_run=true"]
     config = compose(settings, configs_dir()).config
-    mesh = Mesh.from_shape(config.model.mesh_shape, target=Target.parse(target))
+    mesh = mesh_of_shape(config.model.mesh_shape, target=Target.parse(target))
     return Run(config, mesh).compiled
 
 

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import tessera as ts
-from tessera.mesh import Mesh
 from tessera.ops.operand_layouts import region_mesh
 from tessera.targets.target import Target
 from tessera.tracing.scope import round_alike
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.deterministic_sums import optimization_barrier
 from tests.fuzz.layer_chains import LAYERS, WIDTH, drawn_loss
 from tests.targets.compiled.programs import array, only_in_test_targets
@@ -27,9 +27,7 @@ _NAME = re.compile(r"%[\w.\-]+")
 
 def kernels(devices, seed):
     """The computations of a drawn loss's gradient, without names."""
-    mesh = Mesh.from_shape(
-        [[devices], ["dp"]], target=Target.parse(f"h100:1x{devices}")
-    )
+    mesh = mesh_of_shape([[devices], ["dp"]], target=Target.parse(f"h100:1x{devices}"))
     differentiated = jax.value_and_grad(drawn_loss(Random(seed)), has_aux=True)
 
     def step(weights, x):

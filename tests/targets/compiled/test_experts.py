@@ -9,12 +9,12 @@ import pytest
 
 from tessera.analysis.flops import count
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.ops.moe.experts import Weights
 from tessera.ops.moe.layer import ExpertLayout, expert_layer
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.step_time import StepModel
@@ -77,7 +77,7 @@ def test_the_planner_expects_the_memory_of_experts_on_two_axes():
     words += ["training.micro_batch_size=64", "training.remat=full"]
     words += ["runtime.target=h100:1x8", "training.dry_run=true"]
     settings = compose(words, configs_dir()).config
-    mesh = Mesh.from_shape(settings.model.mesh_shape, target=target)
+    mesh = mesh_of_shape(settings.model.mesh_shape, target=target)
     estimate = StepModel.of(settings, target).memory(Layout.of(settings)).total
     peak = Run(settings, mesh).compiled.memory.peak
     assert estimate == pytest.approx(peak, rel=0.2)

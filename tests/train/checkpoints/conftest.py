@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.optimizer_config import AdamWConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
@@ -64,7 +64,7 @@ def run_of() -> Callable[..., Run]:
             data=DataConfig(name="synthetic", synthetic=SyntheticConfig(tokens=4000)),
             optimizer=optimizer or AdamWConfig(warmup_steps=2, learning_rate=0.01),
         )
-        return Run(settings, Mesh.from_shape(model.mesh_shape))
+        return Run(settings, mesh_of_shape(model.mesh_shape))
 
     return make
 

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.export_checkpoint import export_checkpoint
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.checkpoints.tokenizer_files import tokenizer_files
 from tessera.train.commands.export import main
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.cursor import Cursor
 from tessera.train.data.data_config import DataConfig
 from tessera.train.loop.build_run import Run
@@ -31,7 +31,7 @@ SMALL = (
 
 def save_run(folder, filled, *overrides, published=None):
     composed = compose([*SMALL, *overrides], configs_dir())
-    run = Run(composed.config, Mesh.from_shape(composed.config.model.mesh_shape))
+    run = Run(composed.config, mesh_of_shape(composed.config.model.mesh_shape))
     state = filled(run)
     with Checkpoints(
         run, folder / "checkpoints", composed.text, published=published or {}

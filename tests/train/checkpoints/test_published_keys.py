@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tessera.errors import ModelFolderError
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.commands.export import main as export
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
@@ -44,7 +44,7 @@ def publish(folder, values, generation=None):
 def exported(filled, folder, *overrides):
     """The JSON files of a folder whose model was trained and exported."""
     composed = compose([f"model={folder}", *SMALL, *overrides], configs_dir())
-    run = Run(composed.config, Mesh.from_shape(composed.config.model.mesh_shape))
+    run = Run(composed.config, mesh_of_shape(composed.config.model.mesh_shape))
     root = folder.parent / "checkpoints"
     with Checkpoints(
         run, root, composed.text, published=composed.published

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.optimizer_config import AdamWConfig
 from tessera.train.config.run_config import (
     Config,
@@ -53,7 +53,7 @@ def settings_of(**changed: Any) -> Config:
 
 
 def run_of(settings: Config) -> Run:
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 @cache

@@ -16,7 +16,7 @@ from tessera.errors import (
     TesseraWarning,
     VocabularyError,
 )
-from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.optimizer_config import AdamWConfig, SgdConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
@@ -46,7 +46,7 @@ def run_of(
         training=TrainingConfig(**training),
         data=data,
     )
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 # --- what settings stand for

@@ -14,6 +14,7 @@ from tessera.errors import (
 )
 from tessera.mesh import Mesh
 from tessera.targets.machine import machine
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop import device_checks
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.device_checks import check_compilable, check_state_fits
@@ -22,7 +23,7 @@ from tests.train.config.command_lines import composed
 
 def run_of(*overrides):
     settings = composed("data=synthetic", *overrides).config
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 def test_a_mesh_of_more_devices_than_jax_compiles_for_is_refused():

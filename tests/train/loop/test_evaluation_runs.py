@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from tessera.errors import EmptyDataError, OutputPathError, TesseraError
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.choose_checkpoint import choose
 from tessera.train.commands.export import main as export
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data import DataConfig, load
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.evaluation import validation_means
@@ -180,7 +180,7 @@ def test_another_text_is_evaluated_but_never_in_the_run_s_own_folder(tmp_path, m
     assert main([*command, *synthetic, f"hydra.run.dir={trained}"]) == 0
     command += [*mixture, "training.eval_only=true", f"training.resume={trained}"]
     config = composed(*command).config
-    run = Run(config, Mesh.from_shape(config.model.mesh_shape))
+    run = Run(config, mesh_of_shape(config.model.mesh_shape))
     with pytest.raises(OutputPathError, match="does not write into the run"):
         choose(str(trained), trained).check(run, run.load_data(), "")
     assert main([*command, f"hydra.run.dir={tmp_path}/other"]) == 0
@@ -238,7 +238,7 @@ def test_no_array_is_made_beside_the_parameters(optimizer):
         *("model.mesh_shape=[[2],[dp]]", "training.eval_only=true"),
         "training.init_from=w.safetensors",
     ).config
-    state = Run(config, Mesh.from_shape(config.model.mesh_shape)).abstract_state
+    state = Run(config, mesh_of_shape(config.model.mesh_shape)).abstract_state
     assert jax.tree.leaves(state)[1:] == jax.tree.leaves(state.params)
 
 

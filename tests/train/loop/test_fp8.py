@@ -18,6 +18,7 @@ from tessera.errors import SettingConflictError
 from tessera.graph.jit import function
 from tessera.jax_compat import jaxprs
 from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.step_config import StepConfig, batch_spec
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.pipelined_model import schedule_of
@@ -47,7 +48,7 @@ SEQUENCES = Mesh(("cp", "tp"), devices=range(4), shape=(2, 2))
 
 def run_of(*overrides: str) -> Run:
     settings = composed(*SMALL, *overrides).config
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 def matmuls(program: jaxprs.Program) -> Counter[str]:

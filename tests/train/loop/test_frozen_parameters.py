@@ -14,7 +14,7 @@ import pytest
 
 from tessera.errors import SettingValueError
 from tessera.foundations.tree import named_leaves
-from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.optimizer_config import SgdConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.data.data_config import DataConfig, SyntheticConfig
@@ -64,7 +64,7 @@ def run_of(*, mesh, **training):
         data=DATA,
         optimizer=SgdConfig(learning_rate=0.1, warmup_steps=0, momentum=0.9),
     )
-    return Run(settings, Mesh.from_shape(mesh))
+    return Run(settings, mesh_of_shape(mesh))
 
 
 def stepped(run):

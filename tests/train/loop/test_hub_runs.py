@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tessera.mesh import Mesh
 from tessera.train.commands.export import main as export
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir, main
 from tessera.train.models import from_pretrained
@@ -43,7 +43,7 @@ def test_a_dry_run_downloads_no_weights_and_a_run_does(hub):
     def run(*words):
         composed = compose(["model=org/gemma", *SMALL, *words], configs_dir())
         config = composed.config
-        return Run(config, Mesh.from_shape(config.model.mesh_shape))
+        return Run(config, mesh_of_shape(config.model.mesh_shape))
 
     run("training.dry_run=true").check()
     assert "model.safetensors" not in hub.downloads

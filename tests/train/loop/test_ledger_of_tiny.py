@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.mesh import Mesh
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 
 # What was compiled elsewhere has the lines of elsewhere, which say what is planned.
@@ -38,7 +38,7 @@ ACTIVATION = B * S * D
 def ledger(axis, *more):
     overrides = ["model=tiny", f"model.mesh_shape=[[2],[{axis}]]", *more]
     settings = compose(overrides, CONFIGS).config
-    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    run = Run(settings, mesh_of_shape(settings.model.mesh_shape))
     return run.compiled.collectives
 
 

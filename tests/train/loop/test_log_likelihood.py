@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tessera.errors import OperandError
-from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop import log_likelihood
 from tessera.train.loop.log_likelihood import log_likelihoods
 from tessera.train.models import DecoderModel
@@ -72,7 +72,7 @@ def test_each_is_that_of_its_row_alone(
 ) -> None:
     mesh, placed = None, params
     if sizes is not None:
-        mesh = Mesh.from_shape([sizes, ("fsdp", "tp")])
+        mesh = mesh_of_shape([sizes, ("fsdp", "tp")])
         placed = MODEL.init(jax.random.key(0), mesh)
     options = {"max_length": MOST, "batch_size": batch_size, "mesh": mesh}
     scored = log_likelihoods(MODEL, placed, pairs, **options)

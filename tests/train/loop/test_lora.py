@@ -21,7 +21,6 @@ from tessera.errors import (
     WeightFileError,
 )
 from tessera.foundations.tree import named_leaves, nest
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.export_checkpoint import open_checkpoint
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints
@@ -29,6 +28,7 @@ from tessera.train.commands.export import main as export
 from tessera.train.commands.generate import main as generate
 from tessera.train.config.command_line import Composed, compose
 from tessera.train.config.config_schema import settings_of_text
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.recipes import RANDOM_WEIGHTS
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
@@ -79,7 +79,7 @@ def composed(folder: Path, *overrides: str) -> Composed:
 
 def run_of(folder: Path, *overrides: str) -> Run:
     config = composed(folder, *overrides).config
-    return Run(config, Mesh.from_shape(config.model.mesh_shape))
+    return Run(config, mesh_of_shape(config.model.mesh_shape))
 
 
 def test_settings_have_two_levels(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_random_weights_below_adapters_are_a_warning(folder: Path) -> None:
 def saved(folder: Path, path: Path, *overrides: str) -> Run:
     """A checkpoint of a run whose adapters are not zero."""
     both = composed(folder, *overrides)
-    run = Run(both.config, Mesh.from_shape(both.config.model.mesh_shape))
+    run = Run(both.config, mesh_of_shape(both.config.model.mesh_shape))
     with Checkpoints(run, path / "checkpoints", both.text) as checkpoints:
         checkpoints.save(4, begun(run), Cursor(16, {}))
     return run

@@ -9,12 +9,12 @@ import pytest
 
 from tessera.errors import CheckpointMismatchError
 from tessera.foundations.tree import named_leaves
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.checkpoint_folder import read_checkpoint
 from tessera.train.checkpoints.export_checkpoint import CheckpointParams
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import Checkpoints, metadata_of
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir, main
@@ -42,7 +42,7 @@ def in_the_folder_of_the_example(monkeypatch):
 
 def run_of(*overrides):
     settings = compose([*overrides], configs_dir()).config
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 def losses(run, steps=3, microbatches=1):

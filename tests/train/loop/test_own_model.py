@@ -23,11 +23,11 @@ from tessera.errors import (
     UnknownSettingError,
 )
 from tessera.jax_compat import jaxprs
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.export_checkpoint import export_checkpoint
 from tessera.train.commands.generate import main as generate
 from tessera.train.config.command_line import compose
 from tessera.train.config.config_schema import settings_of_text
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir, main
 from tessera.train.loop.run_summary import dry_run_text, run_rows
@@ -57,7 +57,7 @@ def composed(*overrides):
 
 def run_of(*overrides):
     settings = composed(*overrides).config
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 def losses(run, steps=3):

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tessera.errors import PipelineSizeError
 from tessera.graph.compile_stages import Compiled
 from tessera.mesh import Mesh
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.pipelined_model import PipelinedModel, schedule_of
@@ -83,7 +84,7 @@ def run_of(*axes: tuple[str, int], **training: Any) -> Run:
         model=ModelConfig(name="small", mesh_shape=(shape, names), config=CONFIG),
         training=TrainingConfig(**training),
     )
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape))
 
 
 @cache

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tessera.errors import CheckpointMismatchError
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.choose_checkpoint import choose
 from tessera.train.commands.export import main as export
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import main
 from tests.train.config.command_lines import composed
@@ -126,7 +126,7 @@ def read_names(file):
 def refused(command, resume, folder):
     """What is said of a checkpoint that a run cannot resume."""
     config = composed(*command).config
-    run = Run(config, Mesh.from_shape(config.model.mesh_shape))
+    run = Run(config, mesh_of_shape(config.model.mesh_shape))
     with pytest.raises(CheckpointMismatchError) as error:
         choose(str(resume), folder).check(run, run.load_data(), "")
     return str(error.value)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tessera.errors import ModelFolderError, SettingConflictError, WeightFileError
-from tessera.mesh import Mesh
 from tessera.train.commands.export import main as export
 from tessera.train.config.command_line import compose
 from tessera.train.config.config_schema import settings_of_text
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir, main
 from tessera.train.models import from_pretrained
@@ -42,7 +42,7 @@ def composed(folder, *overrides):
 
 def run_of(folder, *overrides):
     config = composed(folder, *overrides).config
-    return Run(config, Mesh.from_shape(config.model.mesh_shape))
+    return Run(config, mesh_of_shape(config.model.mesh_shape))
 
 
 def test_the_folder_is_the_configuration_and_the_weights(folder):
@@ -106,7 +106,7 @@ def test_a_rate_that_would_undo_the_weights_is_a_warning(folder):
 
 def test_a_sequence_that_is_longer_than_the_folder_allows_is_a_warning(folder):
     given = composed(folder, "training.sequence_length=40000")
-    run = Run(given.config, Mesh.from_shape(given.config.model.mesh_shape))
+    run = Run(given.config, mesh_of_shape(given.config.model.mesh_shape))
     (line,) = run.warnings(Published.parse(given.published))
     assert line.startswith("training.sequence_length=40000 is more than the 32,768 ")
 

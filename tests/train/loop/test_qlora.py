@@ -22,6 +22,7 @@ from tessera.train.commands.export import main as export
 from tessera.train.commands.generate import main as generate
 from tessera.train.config.command_line import Composed, compose
 from tessera.train.config.config_schema import settings_of_text
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
 from tessera.train.loop.main import configs_dir
@@ -70,7 +71,7 @@ def composed(folder: Path, *overrides: str) -> Composed:
 
 def run_of(folder: Path, *overrides: str) -> Run:
     config = composed(folder, *overrides).config
-    return Run(config, Mesh.from_shape(config.model.mesh_shape))
+    return Run(config, mesh_of_shape(config.model.mesh_shape))
 
 
 def base_of(params: Any, model: DecoderModel) -> dict[str, np.ndarray]:
@@ -205,7 +206,7 @@ def test_devices_gather_codes_and_not_weights(folder: Path) -> None:
 def saved(folder: Path, path: Path, *overrides: str) -> Run:
     """A checkpoint of a run whose adapters are not zero."""
     both = composed(folder, *overrides)
-    run = Run(both.config, Mesh.from_shape(both.config.model.mesh_shape))
+    run = Run(both.config, mesh_of_shape(both.config.model.mesh_shape))
     with Checkpoints(run, path / "checkpoints", both.text) as checkpoints:
         checkpoints.save(4, begun(run), Cursor(16, {}))
     return run

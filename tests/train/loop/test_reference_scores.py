@@ -19,9 +19,9 @@ from tessera.errors import (
     SettingConflictError,
     SettingValueError,
 )
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.restore_arrays import Restoration
 from tessera.train.checkpoints.saving import metadata_of
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.cursor import Cursor
 from tessera.train.data.data_config import DataConfig, SourceConfig
 from tessera.train.data.record_rows import PreferenceRows
@@ -236,7 +236,7 @@ LINE = "recipe=preference", "data=preferences", "data.path=pairs.jsonl"
 def test_a_run_with_a_copy_is_told_what_its_checkpoint_was_made_with():
     def made(reference):
         found = composed(*LINE, f"preference.reference={reference}")
-        return found, Run(found.config, Mesh.from_shape(((1,), ("fsdp",))))
+        return found, Run(found.config, mesh_of_shape(((1,), ("fsdp",))))
 
     (saved, run), (_, other) = made("precomputed"), made("copy")
     metadata = metadata_of(run, 1, Cursor(4, {}), saved.text)

@@ -17,10 +17,10 @@ from tessera.analysis.collective import Collective
 from tessera.analysis.inspection import inspect
 from tessera.analysis.memory import format_bytes
 from tessera.errors import BadRecordError, DataNotFoundError
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.checkpoints.choose_checkpoint import Choice
 from tessera.train.config.command_line import Composed
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.optimizer_config import AdamWConfig, OptimizerConfig
 from tessera.train.config.post_training_config import GrpoConfig
 from tessera.train.config.run_config import Config, ModelConfig, TrainingConfig
@@ -65,7 +65,7 @@ def run_of(
             **{**BATCH, **training},
         ),
     )
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape, target=target))
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape, target=target))
 
 
 @pytest.fixture(scope="module")

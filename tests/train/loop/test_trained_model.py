@@ -16,10 +16,10 @@ from tessera.errors import (
     ModelFolderError,
     TokenizerError,
 )
-from tessera.mesh import Mesh
 from tessera.train.checkpoints.saving import Checkpoints
 from tessera.train.commands.generate import _lines, main
 from tessera.train.config.command_line import Composed, compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.data.chat_template import Conversation
 from tessera.train.data.cursor import Cursor
 from tessera.train.loop.build_run import Run
@@ -45,7 +45,7 @@ def save_run(folder: Path, *overrides: str) -> Run:
 
 
 def save(composed: Composed, folder: Path) -> Run:
-    run = Run(composed.config, Mesh.from_shape(composed.config.model.mesh_shape))
+    run = Run(composed.config, mesh_of_shape(composed.config.model.mesh_shape))
     state = init_state(
         run.model, run.step_config.optimizer, jax.random.key(0), run.mesh
     )

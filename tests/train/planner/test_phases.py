@@ -11,9 +11,9 @@ import pytest
 
 from tessera.analysis.flops import count
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.planner import phases as phases_module
@@ -175,7 +175,7 @@ def test_programs_of_the_sampler_are_those_that_it_has():
 @pytest.mark.full
 def test_scores_send_what_the_compiled_program_does():
     settings = LAYOUT.applied(config("preference"))
-    mesh = Mesh.from_shape(settings.model.mesh_shape)
+    mesh = mesh_of_shape(settings.model.mesh_shape)
     rows = Run(settings, mesh).compiled_scores["reference"].collectives.rows
     found = Counter[Any]()
     for row in rows:
@@ -201,7 +201,7 @@ def test_logits_that_are_computed_again_are_no_model_flops(objective):
     assert (once.ends_again, again.ends_again) == (0, 1)
     assert again.flops == pytest.approx(once.flops, rel=1e-6)
     settings = replace(LAYOUT, remat="none").applied(settings)
-    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    run = Run(settings, mesh_of_shape(settings.model.mesh_shape))
     traced = count(run.compiled.traced.graph.program).matmul
     ends = sum(p.flops for p in again.products if p.path not in again.layered())
     assert 32 * (again.flops + ends) == pytest.approx(traced, rel=0.03)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.target import Target
 from tessera.tracing import scope
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.communication import StepCollectives
 from tessera.train.planner.layout import Layout
@@ -40,7 +40,7 @@ def model() -> StepModel:
 @cache
 def compiled(layout: Layout):
     settings = layout.applied(config())
-    return Run(settings, Mesh.from_shape(settings.model.mesh_shape)).compiled
+    return Run(settings, mesh_of_shape(settings.model.mesh_shape)).compiled
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 
 from tessera.analysis.flops import count
 from tessera.foundations.config_files import configs_dir
-from tessera.mesh import Mesh
 from tessera.targets.link_times import span
 from tessera.targets.target import Target
 from tessera.train.config.command_line import compose
+from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.run_config import Config
 from tessera.train.loop.build_run import Run
 from tessera.train.planner.communication import StepCollectives
@@ -67,7 +67,7 @@ def gemma() -> StepModel:
 @cache
 def compiled(layout: Layout, *words: str):
     settings = layout.applied(config(*words))
-    run = Run(settings, Mesh.from_shape(settings.model.mesh_shape))
+    run = Run(settings, mesh_of_shape(settings.model.mesh_shape))
     return run.compiled
 
 
