@@ -32,16 +32,15 @@ class Slots:
     read. To the residual and weight buffers each tick writes, since a choice would read
     as many bytes: where it has nothing to write, to a slot that is free. The first
     virtual stage reads the microbatch itself and has no input slot. The last one begins
-    the gradient itself and has no cotangent slot; where it runs in its B alone, it has
-    no residual and no end slot. Within a tick what arrived is written first, then F, B
-    and W follow.
+    the gradient itself and has no cotangent slot. Within a tick what arrived is written
+    first, then F, B and W follow.
 
     Args:
       input_slots: Slots of the input buffer.
       residual_slots: Slots of the residual buffer.
       cotangent_slots: Slots of the cotangent buffer.
       weight_slots: Slots of the weight buffer; 0 where the backward is not split.
-      end_slots: Slots of the end buffer; 0 where the last stage runs in its B.
+      end_slots: Slots of the end buffer; 0 where a B runs its stage again.
       tables: The slot of each device in each tick, by name:
 
         receive_forward: Input slot for what the device before sent in the last tick.
@@ -92,16 +91,14 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
     is_turned = (stage >= stages) & (schedule.placement == "v")
 
     arrives = np.roll(when["F"], 1, axis=1) + 1
-    runs_in_backward = (stage == last) & schedule.runs_last_in_backward | recomputes
-    until = np.where(runs_in_backward, when["B"], when["F"])
+    until = when["B" if recomputes else "F"]
     inputs, input_slots = _assign_slots(arrives, until, stage > 0, device)
-    left, residual_slots = _assign_slots(
-        when["F"], when["B"], ~runs_in_backward, device
-    )
+    keeps = np.full(stage.shape, not recomputes)
+    left, residual_slots = _assign_slots(when["F"], when["B"], keeps, device)
     leave, residual_slots = _written_always(
         (when["F"], when["B"]), left, residual_slots, (schedule.ticks, stages), device
     )
-    is_end = (stage == last) & ~runs_in_backward
+    is_end = keeps & (stage == last)
     ends, end_slots = _assign_slots(when["F"], when["B"], is_end, device)
     returns = np.roll(when["B"], -1, axis=1) + 1
     cotangents, cotangent_slots = _assign_slots(
@@ -134,7 +131,7 @@ def allocate(schedule: "Schedule", *, recomputes: bool = False) -> Slots:
             "turned_forward": table(arrives, inputs, is_turned),
             "turned_backward": table(returns, cotangents, is_turned),
             "forward_slot": table(when["F"], inputs),
-            "backward_slot": table(when["B"], inputs, runs_in_backward),
+            "backward_slot": table(when["B"], inputs, recomputes),
             "leave_slot": leave,
             "residual_slot": table(when["B"], left),
             "cotangent_slot": table(when["B"], cotangents),

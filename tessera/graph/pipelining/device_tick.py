@@ -115,6 +115,7 @@ class Device:
         """Empty ring buffers and sums of zero."""
         own, slots, wire = self.own, self.slots, self.own.empty_wire()
         outputs, _ = own.result_shapes[2]
+        ends = wire, outputs
         sums = Gradients(
             loss=jnp.float32(0.0),
             statistics=zeros(own.statistics),
@@ -132,17 +133,14 @@ class Device:
             cotangents=ring_buffer(wire, slots.cotangent_slots),
             residuals=ring_buffer(self._left, slots.residual_slots),
             weight_residuals=ring_buffer(self._kept, slots.weight_slots),
-            ends=ring_buffer((wire, outputs), slots.end_slots)
-            if self._keeps_ends
-            else (),
+            ends=() if self._recomputes else ring_buffer(ends, slots.end_slots),
             sums=sums,
         )
 
     @cached_property
     def _left(self) -> Tree:
         """Shapes of what a forward leaves."""
-        own = self.own
-        return () if own.stages.recomputes else list(own.residuals.slots)
+        return () if self._recomputes else list(self.own.residuals.slots)
 
     @cached_property
     def _kept(self) -> Tree:
@@ -172,7 +170,7 @@ class Device:
     def forward(self, carry: Carry, row: Row, taken: str) -> tuple[Carry, Tree]:
         """The carry with this tick's forward, and the wire for the next stage.
 
-        The last stage does nothing where it runs in its backward alone.
+        The last stage does nothing where its backward runs it again.
 
         Args:
           carry: The state after the last tick.
@@ -185,16 +183,16 @@ class Device:
         def work(sums: Any) -> tuple[Tree, Any, Tree, Tree]:
             wire = read(carry.inputs, row["forward_slot"])
             (wire, outputs), results, left = self.own.forward(stage, number, wire)
-            left = () if self.own.stages.recomputes else left
-            outputs = outputs if self._keeps_ends else ()
+            if self._recomputes:
+                outputs = left = ()
             return left, add(sums, results), self._laid_out(wire), outputs
 
         def idle(sums: Any) -> tuple[Tree, Any, Tree, Tree]:
-            outputs = zeros(self.own.result_shapes[2][0]) if self._keeps_ends else ()
+            outputs = () if self._recomputes else zeros(self.own.result_shapes[2][0])
             return zeros(self._left), sums, self.own.empty_wire(), outputs
 
         is_active = number >= 0
-        if not self._keeps_ends:
+        if self._recomputes:
             is_active &= stage < self.own.last
         of_stages, of_head = carry.sums.statistics
         left, (loss, of_stages), *out = jax.lax.cond(
@@ -203,28 +201,24 @@ class Device:
         sums = replace(carry.sums, loss=loss, statistics=(of_stages, of_head))
         # Not in the branch: XLA would copy the buffer into it and out again.
         residuals = write(carry.residuals, left, row["leave_slot"])
-        if self._keeps_ends:
+        if not self._recomputes:
             carry = replace(carry, ends=store(carry.ends, tuple(out), row["leave_end"]))
         return replace(carry, residuals=residuals, sums=sums), out[0]
 
-    def backward(
-        self, carry: Carry, row: Row, taken: str, alone: str
-    ) -> tuple[Carry, Tree]:
+    def backward(self, carry: Carry, row: Row, taken: str) -> tuple[Carry, Tree]:
         """The sums with this tick's backward, and the cotangent to send back.
 
         Args:
           carry: The state after this tick's forward.
           row: As for ``forward``.
           taken: As there.
-          alone: The name scope of the last stage's forward, for which other devices
-            wait only where none of them has a forward to do.
         """
         chunk, number = row["backward_chunk"], row["backward_micro"]
         stage = self.stage_of(chunk)
 
         @jax.named_scope(taken)
         def work(sums: Gradients) -> tuple[Gradients, Tree, Tree]:
-            residuals, cotangent, sums = self._before_backward(carry, row, sums, alone)
+            residuals, cotangent, sums = self._before_backward(carry, row, sums)
             (back, of_micro), rest = self.own.backward(
                 stage, number, residuals, cotangent
             )
@@ -241,47 +235,31 @@ class Device:
         return replace(carry, sums=sums, weight_residuals=kept), back
 
     def _before_backward(
-        self, carry: Carry, row: Row, sums: Gradients, alone: str
+        self, carry: Carry, row: Row, sums: Gradients
     ) -> tuple[list[Array], tuple[Tree, Tree], Gradients]:
         """What a backward takes: the residuals and cotangents of its stage.
 
-        The last stage runs forward here, unless a forward has left its results, and
-        then the head. The others do if the residuals are recomputed; their results were
-        added up in their forward.
+        Where residuals are recomputed, the stage runs forward here; the results of all
+        but the last were added up in their forward.
         """
-        own, number = self.own, row["backward_micro"]
-        stage = self.stage_of(row["backward_chunk"])
-        is_last = stage == own.last
+        own, stage = self.own, self.stage_of(row["backward_chunk"])
         _, loss, (outputs, statistics) = own.result_shapes
-
-        def run(which: Array | int) -> Any:
-            return own.forward(which, number, read(carry.inputs, row["backward_slot"]))
-
-        def stored() -> Any:
-            residuals = read(carry.residuals, row["residual_slot"])
-            return (
-                (self.own.empty_wire(), zeros(outputs)),
-                zeros((loss, statistics)),
-                residuals,
-            )
-
-        if own.stages.recomputes:
-            out, results, residuals = run(stage)
-        elif self._keeps_ends:
-            out, results, residuals = stored()
+        if self._recomputes:
+            wire = read(carry.inputs, row["backward_slot"])
+            ended, results, residuals = own.forward(stage, row["backward_micro"], wire)
         else:
-            run_last = jax.named_scope(alone)(partial(run, own.last))
-            out, results, residuals = jax.lax.cond(is_last, run_last, stored)
+            residuals = read(carry.residuals, row["residual_slot"])
+            ended = read(carry.ends, row["end_slot"])
+            results = zeros((loss, statistics))
 
         def end(sums: Gradients) -> tuple[Any, Gradients]:
-            ended = read(carry.ends, row["end_slot"]) if self._keeps_ends else out
             return self._head(sums, row, ended, results)
 
         def received(sums: Gradients) -> tuple[Any, Gradients]:
             cotangent = read(carry.cotangents, row["cotangent_slot"])
             return (cotangent, zeros(outputs)), sums
 
-        cotangent, sums = jax.lax.cond(is_last, end, received, sums)
+        cotangent, sums = jax.lax.cond(stage == own.last, end, received, sums)
         return residuals, cotangent, sums
 
     def _head(
@@ -350,10 +328,9 @@ class Device:
         return [(index, (index + 1) % size) for index in range(last)]
 
     @property
-    def _keeps_ends(self) -> bool:
-        """Whether the last stage runs forward in its F, and keeps what it ends with."""
-        own = self.own
-        return not (self.schedule.runs_last_in_backward or own.stages.recomputes)
+    def _recomputes(self) -> bool:
+        """Whether a backward runs its stage again."""
+        return self.own.stages.recomputes
 
     def stage_of(self, chunk: Array) -> Array:
         """The virtual stage of one of the device's chunks."""

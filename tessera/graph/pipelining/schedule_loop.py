@@ -184,29 +184,27 @@ def _own_stage(array: Array) -> Array:
 def _run_ticks(device: Device) -> Gradients:
     """The sums of one device after all ticks."""
 
-    def tick(
-        taken: Mapping[Kind, str], alone: str, carry: Carry, row: Row
-    ) -> tuple[Carry, None]:
+    def tick(taken: Mapping[Kind, str], carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = device.receive(carry, row, sends_back="B" in taken)
         if "F" in taken:
             carry, wire = device.forward(carry, row, taken["F"])
             carry = replace(carry, activation=device.send(wire))
         if "B" in taken:
-            carry, back = device.backward(carry, row, taken["B"], alone)
+            carry, back = device.backward(carry, row, taken["B"])
             carry = replace(carry, cotangent=back)
         if "W" in taken:
             carry = device.weight_backward(carry, row, taken["W"])
         return carry, None
 
     carry, rows = device.initial_carry(), _rows(device)
+    busy_ticks = partial(
+        device.schedule.busy_ticks, recomputes=device.own.stages.recomputes
+    )
     for kinds, ticks in device.schedule.phases:
         part = {name: column[ticks] for name, column in rows.items()}
-        busy = {kind: device.schedule.busy_ticks(kind, ticks) for kind in kinds}
         count = ticks.stop - ticks.start
-        taken = {kind: f"{TAKEN}{each}_of_{count}" for kind, each in busy.items()}
-        last = device.schedule.ticks_of_the_last_alone(ticks)
-        alone = f"{TAKEN}{last}_of_{busy.get('B', count)}"
-        carry, _ = jax.lax.scan(partial(tick, taken, alone), carry, part)
+        taken = {kind: f"{TAKEN}{busy_ticks(kind, ticks)}_of_{count}" for kind in kinds}
+        carry, _ = jax.lax.scan(partial(tick, taken), carry, part)
     return carry.sums
 
 

@@ -119,15 +119,6 @@ class Schedule:
         chunk = np.arange(self.chunks)[:, None]
         return self.stage_of(np.arange(self.stages), chunk)
 
-    @property
-    def runs_last_in_backward(self) -> bool:
-        """Whether the last virtual stage runs forward in its B, and its F does nothing.
-
-        It saves its residuals where a B follows its F at once. In a "v" the device of
-        the last stage has other work between them, and would have a longer tick.
-        """
-        return self.placement == "loop"
-
     def placed(self) -> Iterator[tuple[int, int, Op]]:
         """Every op with its tick and its device."""
         for tick, row in enumerate(self.cells):
@@ -174,31 +165,19 @@ class Schedule:
             return ((kinds, slice(0, self.ticks)),)
         return (kinds[:1], slice(0, turn)), (kinds[1:], slice(turn, self.ticks))
 
-    def busy_ticks(self, kind: Kind, ticks: slice) -> int:
+    def busy_ticks(self, kind: Kind, ticks: slice, *, recomputes: bool) -> int:
         """In how many of some ticks a device does work of a kind.
 
-        A forward of the last virtual stage that is in its backward does not count.
+        Args:
+          kind: The kind.
+          ticks: Which ticks.
+          recomputes: Whether a B runs its stage again. Then an F of the last virtual
+            stage, for whose result none waits, does nothing.
         """
-        stage = self._stages_at_work(kind, ticks)
-        is_last = stage == self.virtual_stages - 1
-        is_empty = is_last & (kind == "F") & self.runs_last_in_backward
-        return int(((stage >= 0) & ~is_empty).any(axis=1).sum())
-
-    def ticks_of_the_last_alone(self, ticks: slice) -> int:
-        """In how many of some ticks the last virtual stage alone runs forward.
-
-        It does so in its backward.
-        """
-        last, forward = self.virtual_stages - 1, self._stages_at_work("F", ticks)
-        others = ((forward >= 0) & (forward < last)).any(axis=1)
-        runs = (self._stages_at_work("B", ticks) == last).any(axis=1)
-        return int((runs & ~others).sum())
-
-    def _stages_at_work(self, kind: Kind, ticks: slice) -> np.ndarray:
-        """Integers [ticks, stages]: the virtual stage of each op of a kind, or -1."""
         micro, chunk = np.moveaxis(self.table(kind)[ticks], -1, 0)
         stage = self.stage_of(np.arange(self.stages), chunk)
-        return np.where(micro >= 0, stage, -1)
+        is_empty = recomputes & (kind == "F") & (stage == self.virtual_stages - 1)
+        return int(((micro >= 0) & ~is_empty).any(axis=1).sum())
 
     def costs(
         self, forward: float = 1.0, backward: float | None = None, weight: float = 1.0

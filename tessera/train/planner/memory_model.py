@@ -124,10 +124,10 @@ def _moments(
     if layout.schedule:
         inputs = whole and sum(each.nbytes for each in work.lookups)
         share = layout.micro_batch_size / device.size("context")
-        of_inputs, of_residuals, of_splits = slots_of(layout)
+        of_wires, of_residuals, of_splits = slots_of(layout)
         # The ring buffers, and what a tick writes to them or has read.
         kept *= of_residuals + 1
-        kept += (of_inputs + 2) * inputs * share / device.parts_of_wire
+        kept += (of_wires + 2) * inputs * share / device.parts_of_wire
         kept += of_splits * _weight_residuals(device, layout)
         sums += trained  # those of a tick
     if layout.gather == "step":
@@ -151,20 +151,21 @@ def _moments(
 
 
 def slots_of(layout: Layout) -> tuple[int, int, int]:
-    """Slots of a pipeline's buffers: of inputs, of residuals, of split backwards.
+    """Slots of a pipeline's buffers: of wires, of residuals, of split backwards.
 
     In the stages of ``layout.chunks`` parts each, as ``buffer_slots.py`` counts them.
     """
     stages, count, chunks = layout.sizes["pp"], layout.microbatches, layout.chunks
+    recomputes = layout.recomputes_stages
     if layout.schedule == "dualpipev":
-        return _slots_of_v(stages, layout.recomputes_stages)
+        return _slots_of_v(stages, recomputes)
     splits = min(count, stages) if layout.schedule == "zero_bubble" else 0
     if layout.schedule == "gpipe":
-        return count, (0 if layout.recomputes_stages else count + 1), splits
+        return (count, 0, splits) if recomputes else (count + 1, count + 1, splits)
     waiting = min(count * chunks + 1, (chunks + 1) * stages - 1)
-    if layout.recomputes_stages:
+    if recomputes:
         return max(waiting - 2, 1), 0, splits
-    return 1, waiting, splits
+    return 2, waiting, splits
 
 
 @cache
@@ -172,7 +173,8 @@ def _slots_of_v(stages: int, recomputes: bool) -> tuple[int, int, int]:
     """The same from a table; they do not depend on the number of microbatches."""
     table = schedule("dualpipev", stages, 2 * stages)
     slots = allocate(table, recomputes=recomputes)
-    return slots.input_slots, slots.residual_slots, slots.weight_slots
+    wires = slots.input_slots + slots.end_slots
+    return wires, slots.residual_slots, slots.weight_slots
 
 
 def _weight_residuals(device: DeviceWork, layout: Layout) -> float:

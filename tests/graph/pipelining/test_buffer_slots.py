@@ -71,24 +71,23 @@ def run(table, slots, recomputes, place, rings, sent) -> None:
         stage = chunk * table.stages + device
         if table.placement == "v" and chunk:
             stage = 2 * table.stages - 1 - device
-        waits = table.placement == "v" and not recomputes
         if m >= 0 and kind == "F":
             read(inputs, slots.tables["forward_slot"], (m, stage), stage > 0)
-            if waits and stage == last:
+            if not recomputes and stage == last:
                 ends[slots.tables["leave_end"][tick, device]] = (m, stage)
-            if not recomputes and (stage < last or waits):
+            if not recomputes:
                 left[slots.tables["leave_slot"][tick, device]] = (m, stage)
             sent["F"][device] = (m, stage + 1)
         elif m >= 0 and kind == "B":
-            runs_again = recomputes or (stage == last and not waits)
-            read(ends, slots.tables["end_slot"], (m, stage), waits and stage == last)
+            is_end = not recomputes and stage == last
+            read(ends, slots.tables["end_slot"], (m, stage), is_end)
             read(
                 inputs,
                 slots.tables["backward_slot"],
                 (m, stage),
-                runs_again and stage > 0,
+                recomputes and stage > 0,
             )
-            read(left, slots.tables["residual_slot"], (m, stage), not runs_again)
+            read(left, slots.tables["residual_slot"], (m, stage), not recomputes)
             read(cotangents, slots.tables["cotangent_slot"], (m, stage), stage < last)
             sent["B"][device] = (m, stage - 1)
             if table.splits_backward:
@@ -141,7 +140,7 @@ def test_no_ring_has_a_slot_more_than_are_in_use_at_once(name):
     for (kind, m, stage), tick in ticks.items():
         if kind == "F" and stage < last:
             inputs[tick + 1 : ticks["B", m, stage + 1] + 1, owner(stage + 1)] += 1
-        if kind == "F" and (stage < last or not table.runs_last_in_backward):
+        if kind == "F":
             left[tick : ticks["B", m, stage] + 1, owner(stage)] += 1
             left[tick, owner(stage)] -= 1
     assert allocate(table, recomputes=True).input_slots == inputs.max()
@@ -150,7 +149,7 @@ def test_no_ring_has_a_slot_more_than_are_in_use_at_once(name):
 
 def test_one_device_keeps_only_what_it_sends_to_itself():
     slots = allocate(schedule("1f1b", 1, 4))
-    assert (slots.input_slots, slots.residual_slots) == (0, 0)
+    assert (slots.input_slots, slots.residual_slots) == (0, 1)
     assert (slots.cotangent_slots, slots.weight_slots) == (0, 0)
     # With two chunks the second one's input comes round to the same device.
     slots = allocate(schedule("interleaved", 1, 4, chunks=2))

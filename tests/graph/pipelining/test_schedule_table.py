@@ -2,11 +2,13 @@
 """A schedule as data: what the loop reads and what is counted from it."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 
 from tessera.graph.pipelining import Op, custom, schedule
+from tessera.graph.pipelining.schedule_table import KINDS
 
 
 def test_the_tables_that_the_loop_reads_say_microbatch_and_chunk():
@@ -72,19 +74,15 @@ def test_schedules_with_the_same_table_are_equal_and_hash_alike():
 def test_ticks_are_busy_in_which_one_device_works():
     every = slice(0, 5)
     table = schedule("1f1b", 2, 3)
-    # The last stage's forward is in its backward: F2 of device 1 is alone in no tick.
-    busy = {kind: table.busy_ticks(kind, every) for kind in ("F", "B", "W")}
-    assert busy == {"F": 3, "B": 4, "W": 0}
-    assert table.busy_ticks("B", slice(0, 2)) == 1
+    busy = partial(table.busy_ticks, ticks=every, recomputes=False)
+    assert {kind: busy(kind) for kind in KINDS} == {"F": 4, "B": 4, "W": 0}
+    assert table.busy_ticks("B", slice(0, 2), recomputes=False) == 1
 
 
-def test_the_last_stage_runs_forward_beside_others_but_in_its_last_tick():
-    table = schedule("1f1b", 4, 8)
-    assert table.ticks_of_the_last_alone(slice(0, table.ticks)) == 1
-    # All forwards of the others come first.
-    (_, forwards), (_, backwards) = schedule("gpipe", 4, 8).phases
-    alone = schedule("gpipe", 4, 8).ticks_of_the_last_alone
-    assert (alone(forwards), alone(backwards)) == (0, 8)
+def test_a_forward_that_is_repeated_is_none_in_the_last_stage():
+    # F2 of device 1 is alone in a tick.
+    table = schedule("1f1b", 2, 3)
+    assert table.busy_ticks("F", slice(0, 5), recomputes=True) == 3
 
 
 def test_text_has_a_row_per_device_and_a_column_per_tick():

@@ -30,7 +30,8 @@ def test_slots_are_those_of_the_table(name, chunks, remat):
             )
             table = schedule(name, stages, count, chunks if chunks > 1 else None)
             slots = allocate(table, recomputes=remat == "full")
-            found = slots.input_slots, slots.residual_slots, slots.weight_slots
+            wires = slots.input_slots + slots.end_slots
+            found = wires, slots.residual_slots, slots.weight_slots
             predicted = slots_of(layout)
             assert predicted[2] == found[2]
             # Of few microbatches a slot more or less, of many exactly.
