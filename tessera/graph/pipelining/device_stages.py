@@ -153,7 +153,7 @@ class DeviceStages:
         return results, pull_back(self.seed)
 
     def backward(
-        self, stage: Array, number: Array, residuals: list[Array], cotangent: Tree
+        self, stage: Array, number: Array, residuals: list[Any], cotangent: Tree
     ) -> tuple[tuple[Tree, Tree], Tree]:
         """The backward of one stage.
 
@@ -169,7 +169,7 @@ class DeviceStages:
         """
         micro, weights = self.micro(number), self.parameters_of(self._chunk_of(stage))
 
-        def run(number: int, weights: Tree, residuals: list[Array], sent: Any) -> Any:
+        def run(number: int, weights: Tree, residuals: list[Any], sent: Any) -> Any:
             own = self.residuals.unpack(number, residuals)
             back, rest = self._gradients[number].backward(
                 own, weights, (*sent, self.seed), micro, stage
@@ -182,12 +182,12 @@ class DeviceStages:
         return self.stages.each(stage, run, weights, residuals, cotangent)
 
     def weight_gradients(
-        self, stage: Array, number: Array, residuals: list[Array]
+        self, stage: Array, number: Array, residuals: list[Any]
     ) -> tuple[Tree, Tree]:
         """Gradients of a stage's own and of shared weights, by a split backward's."""
         micro, weights = self.micro(number), self.parameters_of(self._chunk_of(stage))
 
-        def run(number: int, weights: Tree, residuals: list[Array]) -> Any:
+        def run(number: int, weights: Tree, residuals: list[Any]) -> Any:
             own = self.weight_residuals.unpack(number, residuals)
             gradient = self._gradients[number]
             return gradient.weight_gradients(own, weights, micro, stage)

@@ -23,6 +23,7 @@ from tessera.graph.pipelining.ring_buffers import (
     read,
     ring_buffer,
     store,
+    stored,
     write,
 )
 from tessera.graph.pipelining.schedule_table import Schedule
@@ -236,7 +237,7 @@ class Device:
 
     def _before_backward(
         self, carry: Carry, row: Row, sums: Gradients
-    ) -> tuple[list[Array], tuple[Tree, Tree], Gradients]:
+    ) -> tuple[list[Any], tuple[Tree, Tree], Gradients]:
         """What a backward takes: the residuals and cotangents of its stage.
 
         Where residuals are recomputed, the stage runs forward here; the results of all
@@ -248,7 +249,7 @@ class Device:
             wire = read(carry.inputs, row["backward_slot"])
             ended, results, residuals = own.forward(stage, row["backward_micro"], wire)
         else:
-            residuals = read(carry.residuals, row["residual_slot"])
+            residuals = stored(carry.residuals, row["residual_slot"])
             ended = read(carry.ends, row["end_slot"])
             results = zeros((loss, statistics))
 
@@ -285,7 +286,7 @@ class Device:
 
         @jax.named_scope(taken)
         def work(sums: Gradients) -> Gradients:
-            kept = read(carry.weight_residuals, row["weight_slot"])
+            kept = stored(carry.weight_residuals, row["weight_slot"])
             gradients = self.own.weight_gradients(self.stage_of(chunk), number, kept)
             return self._with_weights(sums, chunk, *gradients)
 

@@ -5,6 +5,7 @@ A ring buffer is a tree of arrays with a leading dim of slots. The slot is known
 the program runs, not when it is traced: all devices of a pipeline execute one program.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,37 @@ def add_to_row(array: Array, more: Array, *, index: Array) -> Array:
 def read(buffer: Tree, slot: Array) -> Tree:
     """The value in a slot; for slot -1 a value that no caller uses."""
     return jax.tree.map(partial(row_of, index=jnp.maximum(slot, 0)), buffer)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stored:
+    """An array in a slot of a ring buffer, of which a loop reads row after row.
+
+    A read of the whole would copy it, since the buffer is written before the loop ends.
+
+    Attributes:
+      buffer: ``[slots, ...]``.
+      slot: int32 scalar.
+    """
+
+    buffer: Array
+    slot: Array
+
+    def read(self) -> Array:
+        """The array."""
+        return row_of(self.buffer, self.slot)
+
+    def row(self, index: Array) -> Array:
+        """One row of the array."""
+        shape = self.buffer.shape[2:]
+        first = (self.slot, index, *(0 for _ in shape))
+        return jax.lax.dynamic_slice(self.buffer, first, (1, 1, *shape)).reshape(shape)
+
+
+def stored(buffer: Tree, slot: Array) -> Tree:
+    """The value in a slot, for loops over its rows; for slot -1 as for ``read``."""
+    return jax.tree.map(partial(Stored, slot=jnp.maximum(slot, 0)), buffer)
 
 
 def write(buffer: Tree, value: Tree, slot: Array) -> Tree:

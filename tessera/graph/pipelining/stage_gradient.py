@@ -34,6 +34,7 @@ from jax import lax
 from tessera.foundations.primitive_properties import CALLS
 from tessera.foundations.tree import Tree
 from tessera.graph.pipelining.partial_evaluation import RESIDUAL, split_outputs
+from tessera.graph.pipelining.ring_buffers import Stored
 from tessera.graph.rewriting import (
     at_line_of,
     bind_with_nested,
@@ -74,7 +75,7 @@ class StageGradient:
 
     def backward(
         self,
-        residuals: Sequence[jax.Array],
+        residuals: Sequence[jax.Array | Stored],
         weights: Tree,
         cotangent: Tree,
         *more: Tree,
@@ -82,7 +83,7 @@ class StageGradient:
         """The gradient of the stage's input, and that of its weights.
 
         Args:
-          residuals: From ``forward``.
+          residuals: From ``forward``; a ``Stored`` one is not copied for a loop.
           weights: As there.
           cotangent: A tree like ``out``.
           *more: As there.
@@ -102,12 +103,12 @@ class StageGradient:
         return jax.tree.unflatten(of_h, outputs[count:]), gradients
 
     def weight_gradients(
-        self, residuals: Sequence[jax.Array], weights: Tree, *more: Tree
+        self, residuals: Sequence[jax.Array | Stored], weights: Tree, *more: Tree
     ) -> Tree:
         """The gradients of the stage's weights, where the backward is split.
 
         Args:
-          residuals: From ``backward``.
+          residuals: From ``backward``; as there.
           weights: As in ``forward``.
           *more: As there.
 
@@ -232,7 +233,7 @@ def _evaluate(
     """A program's outputs; what it does for its effects alone may be a repetition."""
     outputs = _interpret(program, values, repeats_effects=repeats_effects)
     pairs = zip(outputs, jaxprs.outputs(program), strict=True)
-    return [jnp.asarray(value, atom.aval.dtype) for value, atom in pairs]
+    return [jnp.asarray(_read(value), atom.aval.dtype) for value, atom in pairs]
 
 
 def _interpret(
@@ -255,15 +256,48 @@ def _interpret(
             with jaxprs.source_context(equation):
                 if primitives.is_rematerialization(equation):
                     # Or XLA would find that the forward has these values.
-                    operands = lax.optimization_barrier(operands)
+                    operands = lax.optimization_barrier([*map(_read, operands)])
                 return nested(inner, operands, equation)
         if equation.primitive.name == "scan":
-            return bind_with_nested(equation, operands, nested)
+            return _scan(equation, operands, nested)
+        operands = [*map(_read, operands)]
         if primitives.checkpoint_name(equation) == RESIDUAL:
             return operands
         return jaxprs.bind(equation, operands)
 
     return interpret(program, values, apply)
+
+
+def _read(value: Any) -> Any:
+    """A value that an equation takes as a whole."""
+    return value.read() if isinstance(value, Stored) else value
+
+
+def _scan(
+    equation: jaxprs.Equation, operands: Sequence[Any], nested: Callable[..., Any]
+) -> list[Any]:
+    """A loop that reads the rows of stored arrays where they are."""
+    constants, carries = jaxprs.scan_sizes(equation)
+    first = constants + carries
+    operands = [*map(_read, operands[:first]), *operands[first:]]
+    rows = operands[first:]
+    if not any(isinstance(each, Stored) for each in rows):
+        return bind_with_nested(equation, operands, nested)
+    options = primitives.scan_options(equation)
+
+    def body(carry: list[Any], item: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+        index, own = item
+        pairs = zip(rows, own, strict=True)
+        own = [each.row(index) if isinstance(each, Stored) else x for each, x in pairs]
+        arguments = [*operands[:constants], *carry, *own]
+        results = nested(primitives.body(equation), arguments)
+        return results[:carries], results[carries:]
+
+    own = [None if isinstance(each, Stored) else each for each in rows]
+    items = jnp.arange(options["length"]), own
+    with jaxprs.source_context(equation):
+        end, ys = lax.scan(body, operands[constants:first], items, **options)
+    return [*end, *ys]
 
 
 def _read_by_some(program: jaxprs.Program) -> frozenset[Any]:
