@@ -180,13 +180,13 @@ def products_by_kind(program: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("schedule", "remat", "expected"),
-    # Of two stages: the forwards, each in a branch, the second of which is not taken,
-    # as the last stage runs in its backward; a gradient of an input; two of weights.
-    # With "full" the first stage runs forward in its backward too.
+    # Of two stages: the forwards, each in a branch; a gradient of an input; two of
+    # weights. With "full" both stages run forward in their backward, and the branch of
+    # the last one's forward is not taken.
     [
-        ("1f1b", "none", [2, 1 + 1 + 2]),
+        ("1f1b", "none", [2, 1 + 2]),
         ("1f1b", "full", [2, 2 + 1 + 2]),
-        ("zero_bubble", "none", [2, 1 + 1, 2]),
+        ("zero_bubble", "none", [2, 1, 2]),
         ("zero_bubble", "full", [2, 2 + 1, 2]),
     ],
 )
