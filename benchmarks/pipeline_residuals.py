@@ -4,11 +4,11 @@
     python benchmarks/pipeline_residuals.py [--models gemma3_4b llama3.1_70b]
 
 The trainer's step in bf16, by the compiler of the GPU. Temporaries stand beside a
-formula: those of ``full``, and for each slot of the residual buffer, and one that a
-tick has in hand, the bytes of the residuals of a stage's layers. The formula of
-Megatron for the activations of a layer (Korthikanti et al. 2022, arXiv 2205.05198) is
-for an MLP of four times the width, dropout, attention that keeps no scores, and as
-many microbatches as there are stages. Times are predicted from the compiled program.
+formula: those of ``full``, and for each slot of the residual buffer the bytes of the
+residuals of a stage's layers. The formula of Megatron for the activations of a layer
+(Korthikanti et al. 2022, arXiv 2205.05198) is for an MLP of four times the width,
+dropout, attention that keeps no scores, and as many microbatches as there are stages.
+Times are predicted from the compiled program.
 """
 
 import os
@@ -85,7 +85,7 @@ def rows(model: str, schedule: str) -> Iterator[report.Row]:
         tokens = run.config.training.micro_batch_size * LENGTH
         layers = run.model.split.depth
         each = residual_bytes(run, policy) * tokens * layers
-        formula = base + (slots + 1) * each
+        formula = base + slots * each
         yield {
             "model": model,
             "schedule": schedule,
