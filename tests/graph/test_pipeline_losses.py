@@ -2,27 +2,35 @@
 """Losses of a pipeline, which are sums over rows, and metrics, which need not be."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
+import tessera as ts
 from tessera import errors, graph, op
 from tessera.tracing import scope
 from tests.graph.pipelines import (
     BATCH,
     KEY,
     ONE,
+    ROWS,
     TWO,
+    WIDTH,
     WORDS,
     Pipe,
     built,
     cases,
+    chain,
     close,
     dense,
+    pipes,
     same_as_one_device,
+    unpiped,
     weight,
 )
 
@@ -176,3 +184,19 @@ def test_metrics_may_mix_rows():
         return step
 
     same_as_one_device(make, BATCH)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_with_64_bits_a_loss_is_as_exact_as_its_dtype(dtype):
+    tolerance = {"float64": 1e-14, "float32": 1e-6}[dtype]
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(dtype)
+
+        def step(pipe: Pipe, x: Any) -> Any:
+            loss = jnp.square(chain(pipe, jnp.sin)(x)).mean()
+            return loss, ts.grad(loss, x)
+
+        got = ts.function(partial(step, pipes()), mesh=TWO)(x)
+        want = ts.function(partial(step, unpiped))(x)
+    assert {array.dtype for array in (*got, *want)} == {np.dtype(dtype)}
+    close(got, want, tolerance)

@@ -77,7 +77,7 @@ class Stages:
     ) -> tuple[Array, Tree]:
         """Loss and statistics of the head."""
         if self.head is None:
-            return jnp.float32(0.0), {}
+            return jnp.zeros(()), {}
         return self.head(weights, shared, out, micro)
 
 

@@ -41,7 +41,7 @@ class Gradients:
     """The results of a pipelined step, each a sum over microbatches.
 
     Attributes:
-      loss: f32 scalar.
+      loss: Scalar, f32, or f64 where JAX has it enabled.
       statistics: Those of the stages, and those of the head.
       weights: Like the weights, and split over the pipeline's axis as they are.
       shared: Like the shared weights.
@@ -118,7 +118,7 @@ class Device:
         outputs, _ = own.result_shapes[2]
         ends = wire, outputs
         sums = Gradients(
-            loss=jnp.float32(0.0),
+            loss=jnp.zeros(()),
             statistics=zeros(own.statistics),
             weights=zeros(own.own_parameters(own.weights)),
             shared=zeros(own.shared),

@@ -238,10 +238,10 @@ class Execution:
             sent = self._rematerialized(stage)(micro["inputs"], own, received)
         empty = zeros(list(self._wires.slots))
         if stage == len(staged.jaxprs) - 1:
-            return empty, jnp.float32(0.0), (sent, {})
+            return empty, jnp.zeros(()), (sent, {})
         outputs = [jaxprs.struct(v.aval) for v in jaxprs.outputs(staged.program)]
         wire = self._wires.pack(stage, sent, empty)
-        return wire, jnp.float32(0.0), (zeros(outputs), {})
+        return wire, jnp.zeros(()), (zeros(outputs), {})
 
     def _rematerialized(self, stage: int) -> Callable[..., Any]:
         """What a stage sends; its backward computes again what its policy drops."""
@@ -277,10 +277,10 @@ def _loss(
     for equation, atoms in decomposition.equations:
         operands = [env.read(atom) for atom in atoms]
         env.write(equation.outvars, manual_axis.apply(equation, operands))
-    loss = jnp.float32(0.0)
+    loss = jnp.zeros(())
     for number, (_, variable) in enumerate(decomposition.sums):
         part = jnp.sum(same["coefficients"][number] * env.read(variable))
-        loss += part.astype(jnp.float32)
+        loss += part.astype(loss.dtype)
     return loss / decomposition.copies if decomposition.copies > 1 else loss
 
 
@@ -302,7 +302,7 @@ def _with_gradients(
             slots,
             shared,
             micros,
-            jnp.float32(1.0),
+            jnp.ones(()),
             micro_gradients=wanted,
             keep_outputs=keep_outputs,
         )

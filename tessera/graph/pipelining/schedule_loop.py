@@ -137,7 +137,7 @@ class Pipeline:
 
         layouts = (self._rows, PartitionSpec(), PartitionSpec())
         call = self._in_region(run, layouts)
-        return call(weights, shared, micros, jnp.float32(0.0))
+        return call(weights, shared, micros, jnp.zeros(()))
 
     def _all_sums(self, sums: Gradients) -> Gradients:
         """The sums over devices: over the data axes of everything but rows."""
