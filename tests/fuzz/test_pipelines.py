@@ -20,6 +20,7 @@ import pytest
 import tessera as ts
 from tessera import graph
 from tessera.errors import UndecidedRoleError
+from tessera.graph.pipelining.named_schedules import NAMES
 from tessera.mesh import Mesh
 from tessera.tracing import scope
 
@@ -152,7 +153,8 @@ class Case:
         alike = (case.rows, case.rows, case.microbatches, case.devices, 3)
         names = ("length", "width", "hidden", "layers", "entries", "classes")
         case.sizes = {name: one(alike) for name in names}
-        count = case.devices * (2 if is_chunked else 1)
+        chunks = 3 if case.schedule == "interleaved" and seed % 3 == 0 else 2
+        count = case.devices * (chunks if is_chunked else 1)
         case.kinds = tuple(one(KINDS) for _ in range(count))
         case.passed = "closure" if case.step == "declared" else one(PASSED)
         case.says_batch = bool(draw.random() < 0.9)
@@ -414,3 +416,12 @@ def test_a_pipeline_computes_what_one_device_does_or_asks_for_the_batch(seed):
 def test_few_of_the_pipelines_are_undecided():
     undecided = [seed for seed in range(300) if Case.of(seed).is_undecided]
     assert len(undecided) < 60
+
+
+def test_every_policy_is_drawn_with_every_schedule():
+    decided = [case for case in map(Case.of, range(300)) if not case.is_undecided]
+    drawn = {(case.schedule, case.remat) for case in decided}
+    assert {name for name, _ in drawn} == set(NAMES)
+    assert drawn >= {(name, policy) for name in NAMES for policy in POLICIES}
+    chunks = {len(c.kinds) // c.devices for c in decided if c.schedule == "interleaved"}
+    assert chunks == {2, 3}
