@@ -271,7 +271,7 @@ class Case:
 
         def run(given: Tree, own: Tree, fixed: Tree) -> Any:
             x = given["x"]
-            for name, stage in zip(own, stages, strict=True):
+            for name, stage in zip(_names(self.kinds), stages, strict=True):
                 x = stage(x, own[name], given, fixed)
             return x
 
