@@ -284,9 +284,8 @@ class _Prediction:
         backward = shares * compute.layers_backward + ends * compute.ends_backward
         if layout.recomputes_stages:
             backward += forward
-        else:  # residuals go into a ring buffer and come out again
-            moved = 2 * self._kept() * shares / self.machine.memory_rate
-            forward, backward = forward + moved, backward + moved
+        else:  # residuals are copied into a ring buffer
+            forward += 2 * self._kept() * shares / self.machine.memory_rate
         count, stages = layout.microbatches, table.stages
         of_ticks = partial(table.seconds, recomputes=layout.recomputes_stages)
         busy = of_ticks(forward, backward)
