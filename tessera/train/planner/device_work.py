@@ -95,6 +95,8 @@ class DeviceWork:
         self.split = cache(self._split)
         self.scalars = cache(self._scalars)
         self.size = cache(place.size)
+        self._kept_of_row = cache(self._row_bytes)
+        self.state_bytes = cache(self._state_bytes)
 
     def _axes(self, names: tuple[str | None, ...]) -> list[str]:
         """The axes that shard dims, by their logical names."""
@@ -181,14 +183,19 @@ class DeviceWork:
         Args:
           sequences: As for ``compute``.
         """
+        share = sequences / self.size("context")
+        return share * self._ragged_row / self.work.num_layers
+
+    @cached_property
+    def _ragged_row(self) -> float:
+        """Of one sequence in all layers."""
         nbytes = self.ragged.buffer_bytes()
         for product in self.work.products:
             if (matrices := self.ragged.matrices(product)) > 1:
                 rows, inner, outer = self.local_dims(product)
                 numbers = product.times * rows * matrices * (inner + outer)
                 nbytes += self._itemsize * numbers
-        share = sequences / self.size("context")
-        return share * nbytes / self.work.num_layers
+        return nbytes
 
     def _matmul(
         self, m: float, k: float, n: float, itemsize: int, rate: float
@@ -288,7 +295,10 @@ class DeviceWork:
           sequences: As for ``compute``.
           policy: As for ``compute``.
         """
-        share = sequences / self.size("context")
+        return self._kept_of_row(policy) * (sequences / self.size("context"))
+
+    def _row_bytes(self, policy: str) -> float:
+        """Of one sequence."""
         again = self.work.recomputed[policy]
         kept = again.kept_bytes * self.copied_share
         if again.products:  # inputs of layers are kept, and results of some products
@@ -296,7 +306,7 @@ class DeviceWork:
             inputs = min(stream, again.kept_bytes)
             kept = inputs / self._residual_split
             kept += (again.kept_bytes - inputs) * self._share_of_results
-        return (kept + self.ragged.kept_bytes(policy)) * share
+        return kept + self.ragged.kept_bytes(policy)
 
     @cached_property
     def _share_of_results(self) -> float:
@@ -311,6 +321,43 @@ class DeviceWork:
                 local += numbers / self.split(each.outer_names)
                 whole += numbers
         return local / whole if whole else 1.0
+
+    def _state_bytes(self, zero_stage: int) -> tuple[float, float, float]:
+        """Of the parameters, of the optimizer's state, and the most of one array's."""
+        copies = self._sizes.get("dp", 1)
+        of_params = 0.0
+        states: list[float] = []
+        for each in self.work.parameters:
+            local = self.scalars(each)
+            split = copies if local % copies == 0 else 1
+            of_params += local * (each.itemsize / (split if zero_stage == 3 else 1))
+            states.append(local * each.state_bytes / (split if zero_stage else 1))
+        return of_params, sum(states), max(states)
+
+    @cached_property
+    def trained_scalars(self) -> float:
+        """Of the gradients that the device stores."""
+        return sum(self.scalars(p) for p in self.work.parameters if p.is_trained)
+
+    @cached_property
+    def gathered_bytes(self) -> tuple[float, float, float]:
+        """Of tables, of their gradients, and of weights, gathered over fsdp and pp."""
+        tables = trained = weights = 0.0
+        for each in self.work.parameters:
+            local = self.scalars(each, without=("fsdp", "pp"))
+            if each.is_layered:
+                weights += local * self._itemsize
+            else:
+                tables += local * self._itemsize
+                trained += local * _F32 * each.is_trained
+        return tables, trained, weights
+
+    @cached_property
+    def logit_width(self) -> float:
+        """Of the widest product outside of layers, such as the logits."""
+        ends = [e for e in self.work.products if e.path not in self._layered]
+        widths = [each.outer / self.split(each.outer_names) for each in ends]
+        return max(widths, default=0.0)
 
     def optimizer_seconds(self, zero_shards: int) -> float:
         """Seconds of the update of the parameters.
@@ -328,6 +375,4 @@ class DeviceWork:
 
     def accumulation_seconds(self, zero_shards: int) -> float:
         """Seconds of adding the gradients of one microbatch to those before."""
-        trained = (each for each in self.work.parameters if each.is_trained)
-        scalars = sum(map(self.scalars, trained))
-        return scalars * 3 * _F32 / zero_shards / self.machine.memory_rate
+        return self.trained_scalars * 3 * _F32 / zero_shards / self.machine.memory_rate

@@ -84,27 +84,12 @@ def memory_of(device: DeviceWork, layout: Layout) -> MemoryEstimate:
       device: The part of the work that one device has.
       layout: The layout.
     """
-    parameters, states = _state_bytes(device, layout.zero_stage)
-    optimizer = sum(states)
+    parameters, optimizer, largest = device.state_bytes(layout.zero_stage)
     # Offloaded moments come back to the device for the update, an array at a time.
-    on_device = max(states) if layout.offload else optimizer
+    on_device = largest if layout.offload else optimizer
     parts = max(_moments(device, layout), key=sum)
     on_host = optimizer if layout.offload else 0.0
     return MemoryEstimate(parameters, on_device, *parts, on_host)
-
-
-def _state_bytes(device: DeviceWork, zero_stage: int) -> tuple[float, list[float]]:
-    """Bytes of the parameters, and of the state for each of them, on one device."""
-    copies = device.place.mesh.shape.get("dp", 1) if device.place.mesh else 1
-    of_params = 0.0
-    states: list[float] = []
-    for each in device.work.parameters:
-        local = device.scalars(each)
-        split = copies if local % copies == 0 else 1
-        stored = each.itemsize / (split if zero_stage == 3 else 1)
-        of_params += local * stored
-        states.append(local * each.state_bytes / (split if zero_stage else 1))
-    return of_params, states
 
 
 def _moments(
@@ -115,11 +100,10 @@ def _moments(
     stages, policy = sizes.get("pp", 1), layout.kept_policy
     kept = device.kept_bytes(layout.micro_batch_size, policy) * device.stage_share
     whole = device.kept_bytes(layout.micro_batch_size, "none")
-    tables, trained, weights, logits = _ends(device, layout)
+    tables, trained, weights = device.gathered_bytes
     gathered = "fsdp" in sizes or stages > 1
     split = sizes.get("dp", 1) if layout.zero_stage >= 2 else 1
-    scalars = sum(device.scalars(p) for p in work.parameters if p.is_trained)
-    gradients = _F32 * scalars / split
+    gradients = _F32 * device.trained_scalars / split
     sums = gradients if layout.microbatches > 1 else 0.0
     if layout.schedule:
         inputs = whole and sum(each.nbytes for each in work.lookups)
@@ -145,7 +129,7 @@ def _moments(
     in_loss = copies * tables
     in_loss += _GRADIENTS[device.machine.platform]["tp" in sizes] * trained
     return (
-        (kept, sums, logits, in_loss),
+        (kept, sums, _logits_bytes(device, layout), in_loss),
         (kept, sums + gradients, layer, trained),
     )
 
@@ -198,31 +182,15 @@ def _weight_residuals(device: DeviceWork, layout: Layout) -> float:
     return item * numbers * share * device.stage_share
 
 
-def _ends(device: DeviceWork, layout: Layout) -> tuple[float, float, float, float]:
-    """Bytes of gathered tables, of their gradients, of weights, of logits."""
-    is_narrow = device.work.matmul_dtype != "float32"
-    over, item = ("fsdp", "pp"), 2 if is_narrow else _F32
-    tables = trained = weights = 0.0
-    for each in device.work.parameters:
-        local = device.scalars(each, without=over)
-        if each.is_layered:
-            weights += local * item
-        else:
-            tables += local * item
-            trained += local * _F32 * each.is_trained
+def _logits_bytes(device: DeviceWork, layout: Layout) -> float:
     tokens = layout.micro_batch_size * device.work.sequence_length
     tokens /= device.size("context")
-    layered = device.work.layered()
-    widths = [
-        each.outer / device.split(each.outer_names)
-        for each in device.work.products
-        if each.path not in layered
-    ]
-    width, platform = max(widths, default=0.0), device.machine.platform
+    width, platform = device.logit_width, device.machine.platform
     if layout.loss_chunk == "auto" and width:
         tokens = chunk_rows(int(tokens), int(width), platform)
     elif layout.loss_chunk not in ("auto", "none"):
         tokens = min(tokens, int(layout.loss_chunk))
     # The logits of half a chunk, and the gradients by those of all of it.
+    item = 2 if device.work.matmul_dtype != "float32" else _F32
     logits = _F32 if platform == "cpu" else _F32 / 2 + item
-    return tables, trained, weights, tokens * width * logits
+    return tokens * width * logits

@@ -52,6 +52,12 @@ def _abstract_parts(
     return nnx.split(nnx.eval_shape(new))
 
 
+@lru_cache(maxsize=64)
+def _names(config: DecoderConfig) -> frozenset[str]:
+    """The names of the parameters."""
+    return frozenset(named_leaves(nnx.to_pure_dict(_abstract_parts(config)[1])))
+
+
 @dataclass(frozen=True)
 class DecoderModel(Model):
     """A decoder without arrays.
@@ -117,13 +123,13 @@ class DecoderModel(Model):
     @cached_property
     def adapters(self) -> frozenset[str]:
         """The names of the parameters of LoRA."""
-        names = named_leaves(self._plain)
+        names = _names(self.config)
         return frozenset(n for n in names if n.endswith(("/lora_a", "/lora_b")))
 
     @cached_property
     def quantized(self) -> frozenset[str]:
         """The names of the codes and scales of quantized weights."""
-        names = named_leaves(self._plain)
+        names = _names(self.config)
         return frozenset(n for n in names if n.endswith(("/codes", "/scales")))
 
     def dequantized(self) -> Self:
