@@ -9,7 +9,7 @@ import numpy as np
 from tessera.graph.pipelining import Kind, schedule
 
 # Each device does its work of one kind in ticks that follow each other.
-_IN_RUNS: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+IN_RUNS: Final = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Lockstep:
           >>> Lockstep.of("1f1b", 2, 3, 1).ticks
           5
         """
-        if name not in _IN_RUNS:
+        if name not in IN_RUNS:
             depth = chunks if chunks > 1 else None
             table = schedule(name, stages, microbatches, depth)
             kinds: tuple[Kind, ...] = ("F", "B", "W")[: 2 + table.splits_backward]
@@ -90,4 +90,4 @@ def is_simple(name: str, chunks: int, stages: int, microbatches: int) -> bool:
     """
     if name == "interleaved":
         return microbatches % stages == 0
-    return name in _IN_RUNS and chunks == 1
+    return name in IN_RUNS and chunks == 1

@@ -111,7 +111,7 @@ class _Search:
     def _least_seconds(self, mesh: Sizes) -> float:
         """What no layout with a mesh is faster than; infinite if none is legal or fits.
 
-        By the policies of rematerialization of which any fits.
+        By the policies of rematerialization and the sizes of microbatches that fit.
         """
         try:
             sizes = self.space.micro_batch_sizes(mesh)
@@ -126,29 +126,55 @@ class _Search:
             for each in self.space.layouts(mesh, sizes[0])
             if not self.legality.model_problem(each)
         ]
-        # Those that come first take least memory and padding: one chunk, and stages
-        # that gather in each microbatch.
+        # The first of each kind is 1f1b, or has stages that gather in each microbatch,
+        # and takes least memory.
         kinds = {(e.chunks, e.sequence_parallel): e for e in reversed(layouts)}.values()
         variants = [each for kind in kinds for each in self.space.variants(kind)]
-        policies = dict.fromkeys(str(each.remat) for each in variants)
-        while policies and not self._may_fit(
-            [each for each in variants if str(each.remat) == next(iter(policies))]
-        ):
-            del policies[next(iter(policies))]
-        if not policies:
+        stages = {each.zero_stage for each in variants}
+        smallest = [each for each in variants if each.zero_stage == max(stages)]
+        least = dict[str, tuple[float, float]]()
+        for policy in dict.fromkeys(str(each.remat) for each in variants):
+            alike = [each for each in smallest if str(each.remat) == policy]
+            if most := self._largest_that_fits(alike, sizes):
+                chosen = (
+                    self._with_size(replace(each, remat=policy), size)
+                    for each in kinds
+                    for size in sizes
+                    if size <= most
+                )
+                found = zip(*map(self.model.least_compute, chosen), strict=True)
+                least[policy] = min(next(found)), min(next(found))
+        if not least:
             return math.inf
-        share = self.space.share(mesh)
-        compute = min(
-            self.model.device_work(each)[0].compute(share, policy).total
-            for each in {each.sequence_parallel: each for each in kinds}.values()
-            for policy in policies
-        )
-        remat, stages = next(iter(policies)), {each.zero_stage for each in variants}
+        whole, slowest = (min(each) for each in zip(*least.values(), strict=True))
+        layouts = [replace(each, remat=next(iter(least))) for each in layouts]
         return min(
-            self.model.least_seconds(replace(each, remat=remat, zero_stage=of), compute)
+            self.model.least_seconds(replace(each, zero_stage=of), whole, slowest)
             for each in {each.gather: each for each in reversed(layouts)}.values()
             for of in stages
         )
+
+    def _largest_that_fits(self, variants: list[Layout], sizes: list[int]) -> int:
+        """The largest microbatch with which any of these may fit; 0 if none does.
+
+        The smallest takes least memory, unless the largest is the only one of a step
+        and needs no sums of gradients.
+        """
+        if not any(
+            self._may_fit([self._with_size(each, size) for each in variants])
+            for size in (sizes[0], sizes[-1])
+        ):
+            return 0
+        return next(
+            size
+            for size in reversed(sizes)
+            if self._may_fit([self._with_size(each, size) for each in variants])
+        )
+
+    def _with_size(self, layout: Layout, size: int) -> Layout:
+        """A layout with microbatches of a size."""
+        count = self.space.share(layout.mesh) // size
+        return replace(layout, micro_batch_size=size, microbatches=count)
 
     def _reorder(self, layout: Layout) -> None:
         """Predict orders of the axes that lie on the links in ways of their own."""

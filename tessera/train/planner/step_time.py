@@ -8,6 +8,7 @@ rates of the target, whose file has the source of every figure.
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import takewhile
@@ -26,10 +27,12 @@ from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.post_training_config import NEXT_TOKEN
 from tessera.train.config.run_config import Config
 from tessera.train.models.model import Model
+from tessera.train.models.partition_rules import Placement
+from tessera.train.models.pipeline_stages import StageSplit
 from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
 from tessera.train.planner.layout import Layout
-from tessera.train.planner.lockstep import Lockstep
+from tessera.train.planner.lockstep import IN_RUNS, Lockstep
 from tessera.train.planner.memory_model import MemoryEstimate, memory_of
 from tessera.train.planner.phases import Phases
 from tessera.train.planner.search_space import REMAT
@@ -79,6 +82,8 @@ class StepModel:
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
         self._lockstep_of = cache(Lockstep.of)
+        self._computed = dict[tuple[Placement, int, str], PassSeconds]()
+        self.shares_of = cache(_shares)
         self._grid_of = cache(partial(device_grid, target))
 
     @classmethod
@@ -114,20 +119,30 @@ class StepModel:
         """
         return _Prediction(self, layout).prediction(memory or self.memory(layout))
 
-    def least_seconds(self, layout: Layout, compute: float) -> float:
+    def least_seconds(self, layout: Layout, whole: float, slowest: float) -> float:
         """What no layout with this mesh, ZeRO stage and ``gather`` is faster than.
 
-        As if a step had one microbatch, which computes and sends least, and no stage of
-        a pipeline waited for another.
+        As if a step had one microbatch, which sends least, and no stage of a pipeline
+        waited for another but the slowest.
 
         Args:
           layout: A legal one, with the policy that computes least again.
-          compute: At most the seconds in which one device of it without stages
-            computes all microbatches, as one.
+          whole: At most what ``least_compute`` finds for all stages of it.
+          slowest: The same for the slowest stage.
         """
         share = layout.micro_batch_size * layout.microbatches
-        whole = replace(layout, micro_batch_size=share, microbatches=1)
-        return _Prediction(self, whole).least_seconds(compute)
+        as_one = replace(layout, micro_batch_size=share, microbatches=1)
+        return _Prediction(self, as_one).least_seconds(whole, slowest)
+
+    def least_compute(self, layout: Layout) -> tuple[float, float]:
+        """Seconds in which all stages compute at least, and in which the slowest does.
+
+        Smaller microbatches take longer.
+
+        Args:
+          layout: A legal one.
+        """
+        return _Prediction(self, layout).least_compute()
 
     def lockstep(self, layout: Layout) -> Lockstep:
         """The ticks of a layout with a pipeline."""
@@ -167,6 +182,14 @@ class StepModel:
         place = model.place(placed)
         return DeviceWork(self.work, place, self.target.machine, model.split), model
 
+    def compute(self, layout: Layout) -> PassSeconds:
+        """Seconds of a microbatch, however the layers are cut into stages."""
+        device, _ = self.device_work(layout)
+        read = device.place, layout.micro_batch_size, str(layout.remat)
+        if read not in self._computed:
+            self._computed[read] = device.compute(*read[1:])
+        return self._computed[read]
+
     def seconds(self, layout: Layout, calls: Calls) -> float:
         """Of all calls of a collective."""
         where, machine = self._span_of(layout.mesh, calls.axes), self.target.machine
@@ -186,6 +209,17 @@ class StepModel:
         return Span(len(group), len([*inside]))
 
 
+def _shares(
+    split: StageSplit | None, stages: int, costs: tuple[float, ...]
+) -> tuple[float, ...]:
+    if split is None:
+        return (1.0 / stages,) * stages
+    shares = np.zeros(stages)
+    for stage, layers in enumerate(split.layers):
+        shares[stage % stages] += sum(costs[layer] for layer in layers)
+    return tuple(map(float, shares / sum(costs)))
+
+
 class _Prediction:
     """One layout's prediction in the making."""
 
@@ -193,14 +227,25 @@ class _Prediction:
         self.model, self.layout = model, layout
         self.machine = model.target.machine
         self.device, self.built = model.device_work(layout)
-        sync = model.config.training.sync_gradients_every
-        self.comms = StepCollectives(self.device, layout, sync)
+
+    @cached_property
+    def comms(self) -> StepCollectives:
+        """What the device sends."""
+        sync = self.model.config.training.sync_gradients_every
+        return StepCollectives(self.device, self.layout, sync)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The share of each stage of a pipeline in the layers' time."""
+        costs, _ = self.built.layer_costs
+        return self.model.shares_of(
+            self.built.split, self.layout.sizes["pp"], tuple(costs)
+        )
 
     @cached_property
     def compute(self) -> PassSeconds:
         """Seconds of one microbatch."""
-        layout = self.layout
-        return self.device.compute(layout.micro_batch_size, str(layout.remat))
+        return self.model.compute(self.layout)
 
     def prediction(self, memory: MemoryEstimate) -> Prediction:
         layout, machine = self.layout, self.machine
@@ -222,14 +267,35 @@ class _Prediction:
             phases=self._phases(),
         )
 
-    def least_seconds(self, compute: float) -> float:
+    def least_seconds(self, whole: float, slowest: float) -> float:
         """See ``StepModel``."""
         sizes, zero = self.layout.sizes, self.layout.zero_stage
         shards = sizes.get("dp", 1) if zero else 1
-        sent = self._exposed(self.comms.of_microbatch(), compute)
-        once = self._exposed(self.comms.of_step(), compute)
+        sent = self._exposed(self.comms.of_microbatch(), whole)
+        # Of this a longer microbatch hides more, in all stages at the same time.
+        once = self._exposed(self.comms.of_step(), sys.float_info.max)
         once += self.device.optimizer_seconds(shards) + self.machine.overhead["step"]
-        return (compute + sent) / sizes.get("pp", 1) + once
+        return max((whole + sent) / sizes.get("pp", 1), slowest) + once
+
+    def least_compute(self) -> tuple[float, float]:
+        """See ``StepModel``."""
+        layout, found = self.layout, self.compute
+        again, count = layout.recomputes_stages, layout.microbatches
+        layers = (1 + again) * found.layers_forward + found.layers_backward
+        ends = (1 + again) * found.ends_forward + found.ends_backward
+        whole = count * (layers + ends)
+        if not layout.schedule:
+            return whole, whole
+        shares = self.shares
+        slowest = count * layers * max(shares)
+        if layout.schedule not in IN_RUNS:
+            return whole, slowest
+        # The last stage waits for the first forward pass of those before it. With
+        # chunks, which split no backward pass, these also end after it.
+        waits = layers / layout.chunks if layout.chunks > 1 else found.layers_forward
+        filled = (len(shares) - 1) * waits * min(shares)
+        last = count * (layers * shares[-1] + ends)
+        return whole, max(slowest, last + filled)
 
     def _phases(self) -> dict[str, float]:
         if self.model.config.training.objective == NEXT_TOKEN:
@@ -273,7 +339,8 @@ class _Prediction:
         """The same for a pipeline, whose devices go in lock-step from tick to tick."""
         layout, compute = self.layout, self.compute
         table = self.model.lockstep(layout)
-        shares, ends = self._stages(table)
+        shares, ends = np.array(self.shares), np.zeros(table.stages)
+        ends[table.end] = 1.0
         transfers = self.comms.of_microbatch()
         layers = compute.layers_forward + compute.layers_backward
         of_layers = [each for each in transfers if each.in_layers]
@@ -294,16 +361,3 @@ class _Prediction:
         work = count * float(np.sum(forward + backward)) / stages
         exposed = all_time - busy + passed_on * table.ticks
         return work, exposed, max(busy - work, 0.0)
-
-    def _stages(self, table: Lockstep) -> tuple[np.ndarray, np.ndarray]:
-        """The share of each stage in the layers' time, and in that of the ends."""
-        ends = np.zeros(table.stages)
-        ends[table.end] = 1.0
-        split = self.built.split
-        if split is None:
-            return np.full(table.stages, 1.0 / table.stages), ends
-        costs, _ = self.built.layer_costs
-        shares = np.zeros(table.stages)
-        for stage, layers in enumerate(split.layers):
-            shares[stage % table.stages] += sum(costs[layer] for layer in layers)
-        return shares / sum(costs), ends

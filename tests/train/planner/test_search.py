@@ -70,6 +70,17 @@ def test_the_best_are_those_of_a_search_that_leaves_no_mesh_out(monkeypatch):
     assert some.looked_at < every.looked_at
 
 
+def test_no_layout_is_faster_than_the_bound_of_its_mesh():
+    """Of all that fit, with pipelines, whatever their schedule and microbatches."""
+    searching = search_module._Search(space(), model(), 1)
+    every = search(space(), model(), most=10**6).best
+    meshes = {frozenset(e.layout.mesh): e.layout.mesh for e in every}
+    least = {key: searching._least_seconds(mesh) for key, mesh in meshes.items()}
+    assert any("pp" in dict(mesh) for mesh in meshes.values())
+    for each in every:
+        assert least[frozenset(each.layout.mesh)] <= each.prediction.seconds
+
+
 def test_every_layout_passes_the_checks_of_a_run():
     for each in roomy().best:
         assert layout_problems(each.layout.applied(config())) == []
