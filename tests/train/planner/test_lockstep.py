@@ -55,7 +55,7 @@ def test_dualpipev_ends_on_the_first_device_and_is_priced_by_its_table():
 
 
 def test_other_schedules_are_read_from_their_tables(monkeypatch):
-    monkeypatch.setattr("tessera.train.planner.lockstep._IN_RUNS", ())
+    monkeypatch.setattr("tessera.train.planner.lockstep.IN_RUNS", ())
     times = np.array([1.0, 2.0]), np.array([2.0, 5.0])
     table = schedule("zero_bubble", 2, 4)
     found = Lockstep.of("zero_bubble", 2, 4, 1)
