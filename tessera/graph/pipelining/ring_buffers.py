@@ -75,7 +75,7 @@ class Stored:
     def row(self, index: Array) -> Array:
         """One row of the array."""
         shape = self.buffer.shape[2:]
-        first = (self.slot, index, *(0 for _ in shape))
+        first = [jnp.int32(i) for i in (self.slot, index, *(0 for _ in shape))]
         return jax.lax.dynamic_slice(self.buffer, first, (1, 1, *shape)).reshape(shape)
 
 

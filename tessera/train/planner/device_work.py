@@ -305,22 +305,32 @@ class DeviceWork:
             stream = self.work.num_layers * sum(row.nbytes for row in self.work.lookups)
             inputs = min(stream, again.kept_bytes)
             kept = inputs / self._residual_split
-            kept += (again.kept_bytes - inputs) * self._share_of_results
+            results = again.kept_bytes - inputs
+            kept += results * self._share_of_results(named=policy == "named")
         return kept + self.ragged.kept_bytes(policy)
 
-    @cached_property
-    def _share_of_results(self) -> float:
+    def _share_of_results(self, *, named: bool) -> float:
         """The share of the results of products that each device of ``tp`` has.
 
-        Of those in layers that are not sums over its devices.
+        Of those in layers that are not sums over its devices. What is named of keys
+        and values is the head that a device's queries use, where all have copies.
         """
         local = whole = 0.0
         for each in self.work.products:
             if each.path in self._layered and self.split(each.inner_names) == 1:
                 numbers = each.times * each.rows * each.outer
-                local += numbers / self.split(each.outer_names)
+                heads = self._copied_heads(each) if named else 1
+                local += numbers / (heads * self.split(each.outer_names))
                 whole += numbers
         return local / whole if whole else 1.0
+
+    def _copied_heads(self, product: Product) -> int:
+        """Key/value heads of which each device of ``tp`` has all, or 1."""
+        names = product.outer_names
+        if "kv_heads" not in names or self.split(names) == self.split(("heads",)):
+            return 1
+        (weight,) = (p for p in self.work.parameters if p.path == product.path)
+        return weight.shape[weight.names.index("kv_heads")]
 
     def _state_bytes(self, zero_stage: int) -> tuple[float, float, float]:
         """Of the parameters, of the optimizer's state, and the most of one array's."""

@@ -170,6 +170,8 @@ def test_a_loop_copies_no_stored_residuals_of_all_its_layers():
     def backward(residuals):
         return gradient.backward(in_a_buffer(residuals), weights, h)
 
+    with jax.enable_x64(True):  # which has indices of two dtypes
+        jax.eval_shape(backward, list(gradient.residuals))
     program = jax.make_jaxpr(backward)(list(gradient.residuals))
     reads = [
         equation.outvars[0].aval.shape[:2]

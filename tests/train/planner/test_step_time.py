@@ -226,6 +226,20 @@ def test_recomputation_takes_time_and_saves_memory():
     assert full.compute > none.compute - 1e-12
 
 
+@pytest.mark.slow(reason="it traces two models")
+def test_of_copied_keys_and_values_those_in_use_are_named():
+    """Of two heads on four devices each has a copy, and its queries use one."""
+    kept = {}
+    for heads in (2, 4):
+        settings = config("model.num_heads=4", f"model.num_kv_heads={heads}")
+        made = traced(settings, Target.parse("cpu:8"), "none", "named", "dots")
+        for policy in ("named", "dots"):
+            layout = Layout((("fsdp", 2), ("tp", 4)), 1, 1, remat=policy)
+            kept[heads, policy] = made.memory(layout).kept
+    assert kept[2, "named"] == pytest.approx(kept[4, "named"], rel=0.02)
+    assert kept[2, "dots"] > 1.04 * kept[4, "dots"]
+
+
 def test_a_pipeline_waits_less_with_more_microbatches():
     few, many = (
         model().predict(Layout((("pp", 2), ("dp", 4)), 1, n, schedule="1f1b"))
