@@ -58,7 +58,7 @@ def read(buffer: Tree, slot: Array) -> Tree:
 class Stored:
     """An array in a slot of a ring buffer, of which a loop reads row after row.
 
-    A read of the whole would copy it, since the buffer is written before the loop ends.
+    The loop would slice a copy of the array that is made before it.
 
     Attributes:
       buffer: ``[slots, ...]``.
