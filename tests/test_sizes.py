@@ -36,7 +36,7 @@ TRAINER = {
     "data": 3_743,
     "files": 364,
     "loop": 4_791,
-    "models": 5_338,
+    "models": 5_337,
     "objectives": 482,
     "planner": 2_481,
     "records": 225,

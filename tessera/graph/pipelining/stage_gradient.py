@@ -286,15 +286,15 @@ def _scan(
     options = primitives.scan_options(equation)
 
     def body(carry: list[Any], item: tuple[Any, list[Any]]) -> tuple[Any, Any]:
-        index, own = item
-        pairs = zip(rows, own, strict=True)
-        own = [each.row(index) if isinstance(each, Stored) else x for each, x in pairs]
+        index, sliced = item
+        pairs = zip(rows, sliced, strict=True)
+        own = [x.row(index) if isinstance(x, Stored) else row for x, row in pairs]
         arguments = [*operands[:constants], *carry, *own]
         results = nested(primitives.body(equation), arguments)
         return results[:carries], results[carries:]
 
-    own = [None if isinstance(each, Stored) else each for each in rows]
-    items = jnp.arange(options["length"]), own
+    arrays = [None if isinstance(each, Stored) else each for each in rows]
+    items = jnp.arange(options["length"]), arrays
     with jaxprs.source_context(equation):
         end, ys = lax.scan(body, operands[constants:first], items, **options)
     return [*end, *ys]

@@ -109,7 +109,7 @@ def _moments(
         inputs = whole and sum(each.nbytes for each in work.lookups)
         share = layout.micro_batch_size / device.size("context")
         of_wires, of_residuals, of_splits = slots_of(layout)
-        # The ring buffers, and what a tick writes to them or has read.
+        # The ring buffers, and what a tick writes to them.
         kept *= of_residuals + 1
         kept += (of_wires + 2) * inputs * share / device.parts_of_wire
         kept += of_splits * _weight_residuals(device, layout)

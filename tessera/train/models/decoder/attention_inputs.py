@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from tessera.jax_compat.traces import manual_axes
+from tessera.mesh import Mesh
 from tessera.ops.attention.all_to_all import attend_by_heads
 from tessera.ops.attention.context_parallel_variants import (
     NO_WINDOW,
@@ -31,7 +32,7 @@ from tessera.ops.attention.zigzag import ContextSharding
 from tessera.ops.operand_layouts import map_free_axes, region_mesh
 from tessera.train.models.decoder.config import DecoderConfig
 from tessera.train.models.decoder.layers import HEADS, Attend
-from tessera.train.models.partition_rules import Placement
+from tessera.train.models.partition_rules import Method, Placement
 
 # From whether a layer is global to its attention.
 LayerAttention: TypeAlias = Callable[[Bool[Array, ""]], Attend]
@@ -176,3 +177,19 @@ def _sharded_attention(
         return partial(attend, is_global=is_global)
 
     return select
+
+
+def context_note(window: int | None, method: Method, mesh: Mesh) -> str:
+    """How sequences are sharded over ``cp``, for the summary of a run."""
+    cp = mesh.shape["cp"]
+    how = {
+        "ring": f"in zigzag order; its {cp} devices pass keys and values around a ring",
+        "all_to_all": f"and exchanged for heads among its {cp} devices",
+    }[method]
+    if method == "ring" and mesh.shape.get("pp", 1) > 1:
+        how = f"in zigzag order; stages gather the keys and values of its {cp} devices"
+    note = f"sequences are sharded over 'cp' {how}"
+    if window is not None and method == "ring":
+        note += f"; local layers exchange only a halo of {window - 1} tokens, if "
+        note += "chunks are that long"
+    return note

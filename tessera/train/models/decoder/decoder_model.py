@@ -22,7 +22,7 @@ from tessera.foundations.tree import Tree, named_leaves
 from tessera.mesh import AnyMesh, Mesh, as_mesh
 from tessera.ops.attention.all_to_all import check_exchange
 from tessera.ops.losses import Reduction
-from tessera.train.models.decoder.attention_inputs import layer_attention
+from tessera.train.models.decoder.attention_inputs import context_note, layer_attention
 from tessera.train.models.decoder.config import FIELDS_OF_KIND, DecoderConfig
 from tessera.train.models.decoder.decoder import (
     RESIDUAL,
@@ -267,7 +267,7 @@ class DecoderModel(Model):
         if self.sequence_parallel and tp == 1:
             notes.append("sequence_parallel changes nothing: 'tp' has one device")
         if place.size("context") > 1:
-            notes.append(_context_note(config.window, self.context_parallel, mesh))
+            notes.append(context_note(config.window, self.context_parallel, mesh))
         elif self.context_parallel != "ring":
             notes.append("context_parallel changes nothing: 'cp' has one device")
         return [*notes, *self._unused_notes()]
@@ -443,20 +443,3 @@ def _are_global(
         if kind == "global":
             result |= numbers == layer
     return result
-
-
-def _context_note(window: int | None, method: Method, mesh: Mesh) -> str:
-    cp = mesh.shape["cp"]
-    how = {
-        "ring": f"in zigzag order; its {cp} devices pass keys and values around a ring",
-        "all_to_all": f"and exchanged for heads among its {cp} devices",
-    }[method]
-    if method == "ring" and mesh.shape.get("pp", 1) > 1:
-        how = f"in zigzag order; stages gather the keys and values of its {cp} devices"
-    note = f"sequences are sharded over 'cp' {how}"
-    if window is None or method == "all_to_all":
-        return note
-    return (
-        f"{note}; local layers exchange only a halo of {window - 1} tokens, if chunks "
-        "are that long"
-    )
