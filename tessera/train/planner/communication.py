@@ -72,11 +72,14 @@ class StepCollectives:
 
     def of_microbatch(self) -> list[Calls]:
         """The collectives of the forward and backward pass of one microbatch."""
-        found = [*self._parameters(), *self._tensor_parallel(), *self._context()]
-        found += self._experts()
+        found = [*self._parameters(), *self.of_activations()]
         if not self.layout.schedule:
             found += self._sums()
         return found
+
+    def of_activations(self) -> list[Calls]:
+        """Those of a microbatch that are alike however ``dp`` and ``fsdp`` split it."""
+        return [*self._tensor_parallel(), *self._context(), *self._experts()]
 
     def of_step(self) -> list[Calls]:
         """The collectives that a step has once."""

@@ -7,6 +7,7 @@ matmuls is fused into passes over their operands and results, which memory bound
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final
@@ -20,6 +21,8 @@ from tessera.train.planner.workload import Parameter, Workload
 
 # The other axes that shard parameters have them gathered before they are used.
 _SPLITS_MATMULS: Final = "tp"
+# Axes that split the batch or the layers.
+_OF_ROWS: Final = ("pp", "dp", "fsdp")
 # What a step computes with, where tp does not divide the vocabulary.
 _PADDED: Final = {"vocab": "words", "table": "columns"}
 # Sizes are computed in multiples of a tile of the matmul units.
@@ -117,6 +120,16 @@ class DeviceWork:
             axes = [*self.place.axes("stages"), *axes]
             size *= self._padding
         return size / math.prod(self._sizes[a] for a in axes if a not in without)
+
+    @cached_property
+    def compute_key(self) -> tuple[Hashable, ...]:
+        """What of the mesh ``compute`` reads: alike where it takes as long.
+
+        That is none of the axes that split the batch or the layers, but for windowed
+        matmuls.
+        """
+        others = {name: n for name, n in self._sizes.items() if name not in _OF_ROWS}
+        return frozenset(others.items()), self.place.whole, self._windows(1.0)
 
     def compute(self, sequences: float, policy: str) -> PassSeconds:
         """Seconds of one microbatch.

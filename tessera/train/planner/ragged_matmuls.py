@@ -13,14 +13,14 @@ from typing import Final
 from tessera.ops.moe.routing import RoutingOptions
 from tessera.train.models.partition_rules import Placement
 from tessera.train.planner.matmuls import Product
-from tessera.train.planner.workload import Workload
+from tessera.train.planner.workload import LEAST, Workload
 
 _F32: Final = 4
 # Buffers of an exchange, counted in programs for CPUs, H100 and v5p: those that a layer
 # has at a time if there may be further rounds, by platform, and those that it keeps for
 # its backward pass, by the policy of rematerialization.
 _OF_ROUNDS: Final = {"cpu": 16.0, "gpu": 0.0, "tpu": 16.0}
-_KEPT: Final = {"none": 5.5, "full": 0.0}
+_KEPT: Final = {"none": 5.5, "full": 0.0, LEAST: 0.0}
 _KEPT_OTHERWISE: Final = 3.0
 
 

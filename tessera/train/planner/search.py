@@ -15,6 +15,7 @@ from typing import Final
 from tessera.errors import TesseraError
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.layout_legality import Legality
+from tessera.train.planner.mesh_bounds import MeshBounds
 from tessera.train.planner.memory_model import MemoryEstimate, is_safe
 from tessera.train.planner.search_space import MOST_MICROBATCHES, Sizes, Space
 from tessera.train.planner.step_time import Prediction, StepModel
@@ -66,115 +67,76 @@ class SearchResult:
 def search(space: Space, model: StepModel, most: int = 10) -> SearchResult:
     """The best layouts of a space, ranked.
 
+    Those that fit, but not for all that is known, are looked at only where fewer than
+    ``most`` layouts surely fit.
+
     Args:
       space: What may be chosen.
       model: Predicts steps on the target.
-      most: How many layouts that surely fit to rank; with them all that are as fast.
-        Meshes are left out of which no layout can be.
+      most: How many layouts to rank; with them all that are as fast. Meshes are left
+        out of which no layout can be.
     """
-    return _Search(space, model, max(most, 1)).run()
+    most, legality = max(most, 1), Legality(space.config)
+    found = _Search(space, model, legality, most, surely=True).run()
+    if len(found.best) < most:
+        found = _Search(space, model, legality, most, surely=False).run()
+    return found
 
 
 class _Search:
-    def __init__(self, space: Space, model: StepModel, most: int) -> None:
+    def __init__(
+        self,
+        space: Space,
+        model: StepModel,
+        legality: Legality,
+        most: int,
+        *,
+        surely: bool,
+    ) -> None:
         self.space, self.model, self.found = space, model, SearchResult()
-        self.legality = Legality(space.config)
-        self.capacity = model.target.machine.memory_bytes
+        self.legality, self.most, self.surely = legality, most, surely
         self.fitting: list[Candidate] = []
-        self.most = most
+        self.slowest = math.inf
+        self.bounds = MeshBounds(space, model, legality, self._may_fit)
 
     def run(self) -> SearchResult:
-        meshes = [*self.space.meshes(self.model.target.num_devices)]
-        least = {mesh: self._least_seconds(mesh) for mesh in meshes}
-        slowest, safe = math.inf, list[float]()
-        for mesh in sorted(meshes, key=least.__getitem__):
-            if math.isinf(least[mesh]) or least[mesh] > slowest:
-                break
+        meshes = [*filter(self._is_legal, self.space.meshes(self.model.target.num_devices))]
+        # Meshes by their bounds, of which the second takes longer and is closer.
+        waiting = [(self.bounds.of_group(each), 0, at) for at, each in enumerate(meshes)]
+        heapq.heapify(waiting)
+        fastest, ranked = list[Candidate](), list[Candidate]()
+        while waiting and waiting[0][0] <= self.slowest:
+            least, level, at = heapq.heappop(waiting)
+            if level == 0:
+                least = max(least, self.bounds.of_mesh(meshes[at]))
+                if not math.isinf(least):
+                    heapq.heappush(waiting, (least, 1, at))
+                continue
             before = len(self.fitting)
-            self._look_at(mesh)
-            ranked = _distinct(sorted(self.fitting[before:], key=_seconds))
-            safe += [each.prediction.seconds for each in ranked if each.is_safe]
-            safe = sorted(safe)[: self.most]
-            if len(safe) == self.most and len(self.fitting) >= _BEST:
-                fastest = heapq.nsmallest(_BEST, map(_seconds, self.fitting))
-                slowest = max(safe[-1], fastest[-1][0])
-        order = {mesh: number for number, mesh in enumerate(meshes)}
-        self.fitting.sort(key=lambda each: order[each.layout.mesh])
-        best = heapq.nsmallest(_BEST, self.fitting, key=_seconds)
+            self._look_at(meshes[at])
+            found = sorted(self.fitting[before:], key=_seconds)
+            fastest = sorted([*fastest, *found], key=_seconds)[:_BEST]
+            ranked = sorted([*ranked, *_distinct(found)], key=_seconds)[: self.most]
+            if self.surely and len(ranked) == self.most and len(fastest) == _BEST:
+                self.slowest = max(_seconds(ranked[-1]), _seconds(fastest[-1]))[0]
         if "model.mesh_shape" not in self.space.pinned:
-            for candidate in best:
+            for candidate in fastest:
                 self._reorder(candidate.layout)
-        ranked = _distinct(sorted(self.fitting, key=_seconds))
-        self.found.best = [each for each in ranked if _seconds(each)[0] <= slowest]
+        every = _distinct(sorted(self.fitting, key=_seconds))
+        self.found.best = [e for e in every if _seconds(e)[0] <= self.slowest]
         return self.found
 
-    def _least_seconds(self, mesh: Sizes) -> float:
-        """What no layout with a mesh is faster than; infinite if none is legal or fits.
-
-        By the policies of rematerialization and the sizes of microbatches that fit.
-        """
+    def _is_legal(self, mesh: Sizes) -> bool:
+        """Whether the model can be computed on a mesh, and its groups share the batch."""
         try:
-            sizes = self.space.micro_batch_sizes(mesh)
+            self.space.micro_batch_sizes(mesh)
         except TesseraError as error:
-            self._reject(error)
-            return math.inf
-        if problem := self.legality.model_problem(Layout(mesh, 1, 1)):
+            problem: TesseraError | None = error
+        else:
+            problem = self.legality.model_problem(Layout(mesh, 1, 1))
+        if problem:
             self._reject(problem)
-            return math.inf
-        layouts = [
-            each
-            for each in self.space.layouts(mesh, sizes[0])
-            if not self.legality.model_problem(each)
-        ]
-        # The first of each kind is 1f1b, or has stages that gather in each microbatch,
-        # and takes least memory.
-        kinds = {(e.chunks, e.sequence_parallel): e for e in reversed(layouts)}.values()
-        variants = [each for kind in kinds for each in self.space.variants(kind)]
-        stages = {each.zero_stage for each in variants}
-        smallest = [each for each in variants if each.zero_stage == max(stages)]
-        least = dict[str, tuple[float, float]]()
-        for policy in dict.fromkeys(str(each.remat) for each in variants):
-            alike = [each for each in smallest if str(each.remat) == policy]
-            if most := self._largest_that_fits(alike, sizes):
-                chosen = (
-                    self._with_size(replace(each, remat=policy), size)
-                    for each in kinds
-                    for size in sizes
-                    if size <= most
-                )
-                found = zip(*map(self.model.least_compute, chosen), strict=True)
-                least[policy] = min(next(found)), min(next(found))
-        if not least:
-            return math.inf
-        whole, slowest = (min(each) for each in zip(*least.values(), strict=True))
-        layouts = [replace(each, remat=next(iter(least))) for each in layouts]
-        return min(
-            self.model.least_seconds(replace(each, zero_stage=of), whole, slowest)
-            for each in {each.gather: each for each in reversed(layouts)}.values()
-            for of in stages
-        )
-
-    def _largest_that_fits(self, variants: list[Layout], sizes: list[int]) -> int:
-        """The largest microbatch with which any of these may fit; 0 if none does.
-
-        The smallest takes least memory, unless the largest is the only one of a step
-        and needs no sums of gradients.
-        """
-        if not any(
-            self._may_fit([self._with_size(each, size) for each in variants])
-            for size in (sizes[0], sizes[-1])
-        ):
-            return 0
-        return next(
-            size
-            for size in reversed(sizes)
-            if self._may_fit([self._with_size(each, size) for each in variants])
-        )
-
-    def _with_size(self, layout: Layout, size: int) -> Layout:
-        """A layout with microbatches of a size."""
-        count = self.space.share(layout.mesh) // size
-        return replace(layout, micro_batch_size=size, microbatches=count)
+        return problem is None
 
     def _reorder(self, layout: Layout) -> None:
         """Predict orders of the axes that lie on the links in ways of their own."""
@@ -196,46 +158,62 @@ class _Search:
         share = self.space.share(mesh)
         few = [size for size in sizes if share // size <= most] or sizes[-1:]
         many = [size for size in reversed(sizes) if size < few[0]]
-        if not self._fits(mesh, few[0]):
-            any(self._fits(mesh, size) for size in many)
-            return
-        all(self._fits(mesh, size) for size in few[1:])
+        if many and not self._fits(mesh, few[0]):
+            few = [next((size for size in many if self._fits(mesh, size)), many[-1])]
+        for size in few:
+            layouts = self.space.layouts(mesh, size)
+            is_slow = self.bounds.of_size(mesh, size) > self.slowest
+            if not is_slow and not any([self._consider(each) for each in layouts]):
+                return
 
     def _fits(self, mesh: Sizes, micro_batch_size: int) -> bool:
-        """Whether any layout with microbatches of a size fits; all are predicted."""
-        before = len(self.fitting)
-        for layout in self.space.layouts(mesh, micro_batch_size):
-            self._consider(layout)
-        return len(self.fitting) > before
+        """Whether any legal layout with microbatches of a size may fit."""
+        return any(
+            self._may_fit([*self.space.variants(layout)])
+            for layout in self.space.layouts(mesh, micro_batch_size)
+            if not self.legality.problem(layout)
+        )
 
     def _reject(self, error: TesseraError) -> None:
         reason = error.code, error.what
         self.found.rejected[reason] += 1
         self.found.example.setdefault(reason, error)
 
-    def _consider(self, layout: Layout) -> None:
+    def _consider(self, layout: Layout) -> bool:
         """Predict a layout with what saves memory, until it fits for all that is known.
 
         What saves memory takes time. So no policy is looked at that computes more again
-        than one that fits, unless the latter needs ZeRO to send more than without.
+        than one that fits, unless the latter needs ZeRO to send more than without, and
+        none where it and all others after it are too slow.
+
+        Returns:
+          Whether it may fit with any of them.
         """
         if problem := self.legality.model_problem(layout):
             self._reject(problem)
-            return
-        variants = [*self.space.variants(layout)]
+            return False
+        slowest, least = self.slowest, self.model.least_compute
+        policies = [*map(str, self.space.policies)]
+        while policies and least(replace(layout, remat=policies[-1]))[1] > slowest:
+            policies.pop()
+        if not policies:
+            return True
+        every = [*self.space.variants(layout)]
+        variants = [each for each in every if str(each.remat) in policies]
         if not self._may_fit(variants):
-            return
+            return self._may_fit(every)
         last = layout.loss_chunk, layout.offload
         safe: Layout | None = None
         for variant in variants:
             is_last = (variant.loss_chunk, variant.offload) != last
             if safe and (safe.zero_stage <= _FREE_ZERO or is_last):
-                return
+                break
             if safe and variant.remat == safe.remat:
                 continue
             candidate = self._candidate(variant)
             if candidate is not None and candidate.is_safe:
                 safe = variant
+        return True
 
     def _may_fit(self, variants: list[Layout]) -> bool:
         """Whether any variant fits; the later stages of ZeRO take the less memory."""
@@ -259,10 +237,11 @@ class _Search:
     def _memory(self, layout: Layout) -> MemoryEstimate | None:
         """The memory of a layout, if it fits."""
         self.found.looked_at += 1
-        memory = self.model.memory(layout)
-        if memory.total <= self.capacity:
+        memory, machine = self.model.memory(layout), self.model.target.machine
+        fits = memory.total <= machine.memory_bytes
+        self.found.too_large += not fits
+        if is_safe(memory.total, machine) or (fits and not self.surely):
             return memory
-        self.found.too_large += 1
         least, _ = self.found.smallest or (math.inf, layout)
         if memory.total < least and self.legality.problem(layout) is None:
             self.found.smallest = memory.total, layout

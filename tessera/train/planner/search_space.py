@@ -87,6 +87,11 @@ class Space:
             for (schedule, chunks), gather, sequence in options
         ]
 
+    @property
+    def policies(self) -> Collection[Any]:
+        """Policies of rematerialization, from the one that computes least again."""
+        return self._choices("remat", REMAT)
+
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """A layout with more and more that saves memory, and mostly takes time.
 
@@ -94,7 +99,7 @@ class Space:
         by smaller chunks of the loss and by the optimizer's state on the host.
         """
         stages = range(4) if layout.sizes.get("dp", 1) > 1 else ()
-        for remat in self._choices("remat", REMAT):
+        for remat in self.policies:
             for stage in self._choices("zero_stage", stages):
                 layout = replace(layout, remat=remat, zero_stage=stage)
                 yield layout

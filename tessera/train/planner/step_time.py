@@ -9,6 +9,7 @@ rates of the target, whose file has the source of every figure.
 
 import math
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import takewhile
@@ -27,7 +28,6 @@ from tessera.train.config.mesh_shape import mesh_of_shape
 from tessera.train.config.post_training_config import NEXT_TOKEN
 from tessera.train.config.run_config import Config
 from tessera.train.models.model import Model
-from tessera.train.models.partition_rules import Placement
 from tessera.train.models.pipeline_stages import StageSplit
 from tessera.train.planner.communication import Calls, StepCollectives
 from tessera.train.planner.device_work import DeviceWork, PassSeconds
@@ -81,8 +81,10 @@ class StepModel:
         self.config, self.work, self.target = config, work, target
         self._on_sizes = cache(self._device_work)
         self._span_of = cache(self._span)
+        self._seconds_of = cache(partial(collective_seconds, target.machine))
         self._lockstep_of = cache(Lockstep.of)
-        self._computed = dict[tuple[Placement, int, str], PassSeconds]()
+        self._computed = dict[Hashable, PassSeconds]()
+        self._least = dict[Hashable, tuple[float, float]]()
         self.shares_of = cache(_shares)
         self._grid_of = cache(partial(device_grid, target))
 
@@ -119,30 +121,41 @@ class StepModel:
         """
         return _Prediction(self, layout).prediction(memory or self.memory(layout))
 
-    def least_seconds(self, layout: Layout, whole: float, slowest: float) -> float:
+    def least_seconds(self, layout: Layout, whole: float, busy: float) -> float:
         """What no layout with this mesh, ZeRO stage and ``gather`` is faster than.
 
-        As if a step had one microbatch, which sends least, and no stage of a pipeline
-        waited for another but the slowest.
+        As if a step had one microbatch, which sends least.
 
         Args:
           layout: A legal one, with the policy that computes least again.
           whole: At most what ``least_compute`` finds for all stages of it.
-          slowest: The same for the slowest stage.
+          busy: The same of a step that sends nothing.
         """
         share = layout.micro_batch_size * layout.microbatches
         as_one = replace(layout, micro_batch_size=share, microbatches=1)
-        return _Prediction(self, as_one).least_seconds(whole, slowest)
+        return _Prediction(self, as_one).least_seconds(whole, busy)
 
     def least_compute(self, layout: Layout) -> tuple[float, float]:
-        """Seconds in which all stages compute at least, and in which the slowest does.
+        """Seconds that all stages compute, and those of a step without ``dp``, ``fsdp``.
 
-        Smaller microbatches take longer.
+        Nothing is sent over these axes, or added up over microbatches.
 
         Args:
           layout: A legal one.
         """
-        return _Prediction(self, layout).least_compute()
+        batch = layout.micro_batch_size, layout.microbatches
+        stages = layout.schedule, layout.chunks, layout.sequence_parallel
+        read = self.group(layout), batch, stages, str(layout.remat)
+        if read not in self._least:
+            self._least[read] = _Prediction(self, layout).least_compute()
+        return self._least[read]
+
+    def group(self, layout: Layout) -> Hashable:
+        """What ``least_compute`` reads of a mesh: not how ``dp`` and ``fsdp`` share it."""
+        others = tuple(axis for axis in layout.mesh if axis[0] not in ("dp", "fsdp"))
+        spans = tuple(self._span_of(layout.mesh, (name,)) for name, _ in others)
+        device, _ = self.device_work(layout)
+        return others, spans, device.compute_key
 
     def lockstep(self, layout: Layout) -> Lockstep:
         """The ticks of a layout with a pipeline."""
@@ -185,17 +198,16 @@ class StepModel:
     def compute(self, layout: Layout) -> PassSeconds:
         """Seconds of a microbatch, however the layers are cut into stages."""
         device, _ = self.device_work(layout)
-        read = device.place, layout.micro_batch_size, str(layout.remat)
+        of = layout.micro_batch_size, str(layout.remat)
+        read = *of, device.compute_key
         if read not in self._computed:
-            self._computed[read] = device.compute(*read[1:])
+            self._computed[read] = device.compute(*of)
         return self._computed[read]
 
     def seconds(self, layout: Layout, calls: Calls) -> float:
         """Of all calls of a collective."""
-        where, machine = self._span_of(layout.mesh, calls.axes), self.target.machine
-        return calls.times * collective_seconds(
-            machine, calls.kind, calls.nbytes, where
-        )
+        where = self._span_of(layout.mesh, calls.axes)
+        return calls.times * self._seconds_of(calls.kind, calls.nbytes, where)
 
     def _span(self, mesh: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> Span:
         sizes = tuple(size for _, size in mesh)
@@ -253,7 +265,7 @@ class _Prediction:
         update = self.device.optimizer_seconds(zero if layout.zero_stage else 1)
         once = self._exposed(self.comms.of_step(), self.compute.total)
         if layout.schedule:
-            compute, exposed, bubble = self._pipelined()
+            compute, exposed, bubble = self._pipelined(self.comms.of_microbatch())
         else:
             compute, exposed, bubble = self._accumulated()
         moved = 2 * memory.on_host / HOST_BANDWIDTH  # there and back
@@ -267,7 +279,7 @@ class _Prediction:
             phases=self._phases(),
         )
 
-    def least_seconds(self, whole: float, slowest: float) -> float:
+    def least_seconds(self, whole: float, busy: float) -> float:
         """See ``StepModel``."""
         sizes, zero = self.layout.sizes, self.layout.zero_stage
         shards = sizes.get("dp", 1) if zero else 1
@@ -275,27 +287,21 @@ class _Prediction:
         # Of this a longer microbatch hides more, in all stages at the same time.
         once = self._exposed(self.comms.of_step(), sys.float_info.max)
         once += self.device.optimizer_seconds(shards) + self.machine.overhead["step"]
-        return max((whole + sent) / sizes.get("pp", 1), slowest) + once
+        return max((whole + sent) / sizes.get("pp", 1), busy) + once
 
     def least_compute(self) -> tuple[float, float]:
         """See ``StepModel``."""
-        layout, found = self.layout, self.compute
-        again, count = layout.recomputes_stages, layout.microbatches
-        layers = (1 + again) * found.layers_forward + found.layers_backward
-        ends = (1 + again) * found.ends_forward + found.ends_backward
-        whole = count * (layers + ends)
+        layout, compute = self.layout, self.compute
+        sent = self.comms.of_activations()
         if not layout.schedule:
-            return whole, whole
-        shares = self.shares
-        slowest = count * layers * max(shares)
-        if layout.schedule not in IN_RUNS:
-            return whole, slowest
-        # The last stage waits for the first forward pass of those before it. With
-        # chunks, which split no backward pass, these also end after it.
-        waits = layers / layout.chunks if layout.chunks > 1 else found.layers_forward
-        filled = (len(shares) - 1) * waits * min(shares)
-        last = count * (layers * shares[-1] + ends)
-        return whole, max(slowest, last + filled)
+            whole = layout.microbatches * compute.total
+            return whole, whole + layout.microbatches * self._exposed(sent, whole)
+        if layout.schedule in IN_RUNS:
+            work, exposed, bubble = self._pipelined(sent)
+            return work * layout.sizes["pp"], work + exposed + bubble
+        # A table is made of legal sizes alone, and takes long.
+        whole = layout.microbatches * sum(map(np.sum, self._stages(0)))
+        return whole, whole / layout.sizes["pp"]
 
     def _phases(self) -> dict[str, float]:
         if self.model.config.training.objective == NEXT_TOKEN:
@@ -335,24 +341,20 @@ class _Prediction:
     def _seconds(self, calls: Calls) -> float:
         return self.model.seconds(self.layout, calls)
 
-    def _pipelined(self) -> tuple[float, float, float]:
-        """The same for a pipeline, whose devices go in lock-step from tick to tick."""
+    def _pipelined(self, transfers: list[Calls]) -> tuple[float, float, float]:
+        """The same for a pipeline, whose devices go in lock-step from tick to tick.
+
+        Args:
+          transfers: Of a microbatch.
+        """
         layout, compute = self.layout, self.compute
-        table = self.model.lockstep(layout)
-        shares, ends = np.array(self.shares), np.zeros(table.stages)
-        ends[table.end] = 1.0
-        transfers = self.comms.of_microbatch()
+        table, shares = self.model.lockstep(layout), np.array(self.shares)
+        forward, backward = self._stages(table.end)
         layers = compute.layers_forward + compute.layers_backward
         of_layers = [each for each in transfers if each.in_layers]
         of_ends = [each for each in transfers if not each.in_layers]
         sent = shares * self._exposed(of_layers, layers)
-        sent += ends * self._exposed(of_ends, compute.total - layers)
-        forward = shares * compute.layers_forward + ends * compute.ends_forward
-        backward = shares * compute.layers_backward + ends * compute.ends_backward
-        if layout.recomputes_stages:
-            backward += forward
-        else:  # residuals are copied into a ring buffer
-            forward += 2 * self._kept() * shares / self.machine.memory_rate
+        sent[table.end] += self._exposed(of_ends, compute.total - layers)
         count, stages = layout.microbatches, table.stages
         of_ticks = partial(table.seconds, recomputes=layout.recomputes_stages)
         busy = of_ticks(forward, backward)
@@ -361,3 +363,20 @@ class _Prediction:
         work = count * float(np.sum(forward + backward)) / stages
         exposed = all_time - busy + passed_on * table.ticks
         return work, exposed, max(busy - work, 0.0)
+
+    def _stages(self, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the forward and the backward pass of each stage.
+
+        Args:
+          end: The stage that computes the loss.
+        """
+        compute, shares = self.compute, np.array(self.shares)
+        forward = shares * compute.layers_forward
+        backward = shares * compute.layers_backward
+        forward[end] += compute.ends_forward
+        backward[end] += compute.ends_backward
+        if self.layout.recomputes_stages:
+            backward += forward
+        else:  # residuals are copied into a ring buffer
+            forward += 2 * self._kept() * shares / self.machine.memory_rate
+        return forward, backward

@@ -7,7 +7,7 @@ of rematerialization, so it holds for every model that the trainer trains.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
 import jax
@@ -81,6 +81,10 @@ class Recomputed:
     operations_of_row: float = 0.0
 
 
+LEAST: Final = "least"
+"""A policy below all others: it computes again and keeps as little as any of them."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """What one sequence costs in each part of a training step.
@@ -101,7 +105,7 @@ class Workload:
       other_flops: Operations beside matmuls in the forward pass.
       ends_again: How often the backward pass computes the logits again: chunks keep
         none where log-probabilities, and not their sum, are asked for.
-      recomputed: By policy of rematerialization.
+      recomputed: By policy of rematerialization, with ``LEAST``.
     """
 
     sequence_length: int
@@ -150,8 +154,10 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
       target: Whose kernels are chosen; those of CPUs where its compiler is missing.
       policies: Of rematerialization, each as ``training.remat`` takes it.
     """
-    if not target.is_installed:
-        target = replace(target, compiler="cpu")
+    # The kind of the devices decides, and thousands of them take long to make.
+    few = tuple(min(size, 2) for size in target.shape)
+    compiler = target.compiler if target.is_installed else "cpu"
+    target = replace(target, shape=few, slices=1, compiler=compiler)
     mesh = Mesh(("fsdp",), shape=(1,), target=target)
     model = _model(config, mesh, "none")
     forward = _traced(config, model, mesh, is_backward=False)
@@ -190,6 +196,8 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
             operations=backward.operations,
             operations_of_row=max(more_rows, 0.0) / (_ROWS - 1),
         )
+    amounts = map(astuple, recomputed.values())
+    recomputed[LEAST] = Recomputed(*map(min, zip(*amounts, strict=True)))
     return Workload(
         sequence_length=config.training.sequence_length,
         num_layers=max(layers, default=1),
