@@ -37,6 +37,8 @@ _COLUMNS: Final = (
     *("rank", "layout", "step", "compute", "exposed", "bubble", "overhead"),
     *("memory", "of device", "tokens/s", "MFU", "memory is"),
 )
+# Reasons why layouts are not legal that are shown; the text of most has numbers.
+_REASONS: Final = 5
 _HIDDEN: Final = ("runtime.target", "runtime.target_compiler", "training.dry_run")
 
 
@@ -157,8 +159,11 @@ class Answer:
             f"looked at {found.looked_at:,} layouts: {found.too_large:,} need more "
             "memory than a device has"
         )
-        for (code, what), count in found.rejected.most_common():
+        shown = found.rejected.most_common(_REASONS)
+        for (code, what), count in shown:
             yield f"not legal: {count:,} times [{code}] {what}"
+        if others := found.rejected.total() - sum(count for _, count in shown):
+            yield f"not legal: {others:,} times for other reasons"
 
     def _phases(self) -> Iterator[str]:
         """What of the time of the best layout each phase takes."""

@@ -5,7 +5,7 @@ A search asks for tens of thousands of layouts, so each check is made once for a
 layouts that it cannot tell apart.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -35,7 +35,7 @@ class Legality:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._found = dict[Hashable, TesseraError | None]()
+        self._found = dict[str, TesseraError | None]()
 
     def problem(self, layout: Layout) -> TesseraError | None:
         """Why a run with this layout would be refused; None if it would not."""
@@ -85,7 +85,7 @@ class Legality:
         self,
         problems: Callable[[Config], Iterable[TesseraError]],
         layout: Layout,
-        *read: Hashable,
+        *read: object,
     ) -> TesseraError | None:
         """The first problem of a layout, found once for all that are alike.
 
@@ -94,7 +94,7 @@ class Legality:
           layout: The layout.
           *read: What the check reads of it; nothing means all.
         """
-        key = problems, read or layout
+        key = f"{problems.__name__} {read or layout}"
         if key not in self._found:
             found = iter(problems(layout.applied(self.config)))
             self._found[key] = next(found, None)

@@ -78,7 +78,7 @@ class Lockstep:
             prices["B"] = prices["W"] = (backward + recomputes * forward) / 2
         costs = [works * prices[kind] for kind, works in self.works.items()]
         longest = np.sum(costs, axis=0).max(axis=1)
-        return float(longest @ self.lengths) / self.chunks
+        return float(np.repeat(longest, self.lengths).sum()) / self.chunks
 
 
 def is_simple(name: str, chunks: int, stages: int, microbatches: int) -> bool:

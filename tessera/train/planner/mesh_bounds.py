@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MeshBounds``: what no layout on a mesh is faster than, so that few are predicted."""
+"""``MeshBounds``: what no layout on a mesh is faster than, so few are predicted."""
 
 import math
 from collections.abc import Callable, Hashable

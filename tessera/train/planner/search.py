@@ -15,8 +15,8 @@ from typing import Final
 from tessera.errors import TesseraError
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.layout_legality import Legality
-from tessera.train.planner.mesh_bounds import MeshBounds
 from tessera.train.planner.memory_model import MemoryEstimate, is_safe
+from tessera.train.planner.mesh_bounds import MeshBounds
 from tessera.train.planner.search_space import MOST_MICROBATCHES, Sizes, Space
 from tessera.train.planner.step_time import Prediction, StepModel
 
@@ -100,9 +100,13 @@ class _Search:
         self.bounds = MeshBounds(space, model, legality, self._may_fit)
 
     def run(self) -> SearchResult:
-        meshes = [*filter(self._is_legal, self.space.meshes(self.model.target.num_devices))]
+        meshes = [
+            *filter(self._is_legal, self.space.meshes(self.model.target.num_devices))
+        ]
         # Meshes by their bounds, of which the second takes longer and is closer.
-        waiting = [(self.bounds.of_group(each), 0, at) for at, each in enumerate(meshes)]
+        waiting = [
+            (self.bounds.of_group(each), 0, at) for at, each in enumerate(meshes)
+        ]
         heapq.heapify(waiting)
         fastest, ranked = list[Candidate](), list[Candidate]()
         while waiting and waiting[0][0] <= self.slowest:
@@ -127,7 +131,7 @@ class _Search:
         return self.found
 
     def _is_legal(self, mesh: Sizes) -> bool:
-        """Whether the model can be computed on a mesh, and its groups share the batch."""
+        """Whether a model can be computed on a mesh, whose groups share the batch."""
         try:
             self.space.micro_batch_sizes(mesh)
         except TesseraError as error:
@@ -161,9 +165,11 @@ class _Search:
         if many and not self._fits(mesh, few[0]):
             few = [next((size for size in many if self._fits(mesh, size)), many[-1])]
         for size in few:
+            if self.bounds.of_size(mesh, size) > self.slowest:
+                continue
             layouts = self.space.layouts(mesh, size)
-            is_slow = self.bounds.of_size(mesh, size) > self.slowest
-            if not is_slow and not any([self._consider(each) for each in layouts]):
+            may_fit = [self._consider(each) for each in layouts]
+            if not any(may_fit):
                 return
 
     def _fits(self, mesh: Sizes, micro_batch_size: int) -> bool:

@@ -136,9 +136,9 @@ class StepModel:
         return _Prediction(self, as_one).least_seconds(whole, busy)
 
     def least_compute(self, layout: Layout) -> tuple[float, float]:
-        """Seconds that all stages compute, and those of a step without ``dp``, ``fsdp``.
+        """Seconds that all stages compute, and those of a step without some sends.
 
-        Nothing is sent over these axes, or added up over microbatches.
+        Nothing is sent over ``dp`` and ``fsdp``, or added up over microbatches.
 
         Args:
           layout: A legal one.
@@ -151,7 +151,7 @@ class StepModel:
         return self._least[read]
 
     def group(self, layout: Layout) -> Hashable:
-        """What ``least_compute`` reads of a mesh: not how ``dp`` and ``fsdp`` share it."""
+        """What ``least_compute`` reads of a mesh, with ``dp`` and ``fsdp`` as one."""
         others = tuple(axis for axis in layout.mesh if axis[0] not in ("dp", "fsdp"))
         spans = tuple(self._span_of(layout.mesh, (name,)) for name, _ in others)
         device, _ = self.device_work(layout)
