@@ -34,6 +34,10 @@ class MeshBounds:
       model: Predicts steps on the target.
       legality: Of layouts.
       fits: Whether any of some variants of a layout fits a device.
+
+    Attributes:
+      legal: The layouts with a mesh and the smallest microbatch whose model can be
+        computed.
     """
 
     def __init__(
@@ -46,13 +50,13 @@ class MeshBounds:
         self.space, self.model, self.legality, self.fits = space, model, legality, fits
         self._paces = dict[Hashable, _Pace]()
         self._groups = dict[Hashable, int]()
-        self._legal, self._group = cache(self._find_legal), cache(self._find_group)
+        self.legal, self._group = cache(self._find_legal), cache(self._find_group)
 
     def of_group(self, mesh: Sizes) -> float:
         """Whatever fits, and however ``dp`` and ``fsdp`` share the devices they have.
 
         Args:
-          mesh: One whose model can be computed and whose batch can be shared.
+          mesh: One that has legal layouts.
         """
         sizes = self.space.micro_batch_sizes(mesh)
         return min(self._pace(mesh, LEAST, size).busy for size in sizes)
@@ -80,7 +84,7 @@ class MeshBounds:
         busy = min(pace.busy for pace in fitting)
         # The first of each way to gather, with the policy that computes least again.
         policy = next(of for of, size in most.items() if size)
-        layouts = self._legal(mesh)
+        layouts = self.legal(mesh)
         gathers = {each.gather: each for each in reversed(layouts)}.values()
         stages = {each.zero_stage for each in self.space.variants(layouts[0])}
         return min(
@@ -92,14 +96,13 @@ class MeshBounds:
         )
 
     def _find_legal(self, mesh: Sizes) -> list[Layout]:
-        """The layouts with the smallest microbatch whose model can be computed."""
         size = self.space.micro_batch_sizes(mesh)[0]
         layouts = self.space.layouts(mesh, size)
         return [each for each in layouts if not self.legality.model_problem(each)]
 
     def _find_group(self, mesh: Sizes) -> int:
         """A number that is the same for all meshes with the same paces."""
-        layouts = self._legal(mesh)
+        layouts = self.legal(mesh)
         alike = frozenset(replace(each, mesh=()) for each in layouts)
         key = self.model.group(layouts[0]), alike
         return self._groups.setdefault(key, len(self._groups))
@@ -110,7 +113,7 @@ class MeshBounds:
         if key not in self._paces:
             kinds = {
                 replace(each, gather="microbatch", remat=policy)
-                for each in self._legal(mesh)
+                for each in self.legal(mesh)
             }
             chosen = (self._with_size(each, size) for each in kinds)
             whole, busy = zip(*map(self.model.least_compute, chosen), strict=True)
@@ -121,7 +124,7 @@ class MeshBounds:
         """The largest microbatch that may fit with each policy; 0 if none does."""
         # The first of each kind is 1f1b, or has stages that gather in each microbatch,
         # and takes least memory, as do the last stages of ZeRO.
-        layouts = reversed(self._legal(mesh))
+        layouts = reversed(self.legal(mesh))
         kinds = {(e.chunks, e.sequence_parallel): e for e in layouts}.values()
         variants = [each for kind in kinds for each in self.space.variants(kind)]
         stage = max(each.zero_stage for each in variants)

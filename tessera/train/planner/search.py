@@ -133,11 +133,14 @@ class _Search:
     def _is_legal(self, mesh: Sizes) -> bool:
         """Whether a model can be computed on a mesh, whose groups share the batch."""
         try:
-            self.space.micro_batch_sizes(mesh)
+            size = self.space.micro_batch_sizes(mesh)[0]
         except TesseraError as error:
-            problem: TesseraError | None = error
-        else:
-            problem = self.legality.model_problem(Layout(mesh, 1, 1))
+            self._reject(error)
+            return False
+        problem = self.legality.model_problem(Layout(mesh, 1, 1))
+        if problem is None and not self.bounds.legal(mesh):
+            first = self.space.layouts(mesh, size)[0]
+            problem = self.legality.model_problem(first)
         if problem:
             self._reject(problem)
         return problem is None

@@ -82,7 +82,7 @@ class Recomputed:
 
 
 LEAST: Final = "least"
-"""A policy below all others: it computes again and keeps as little as any of them."""
+"""A policy below all others: keeps nothing, computes again what each of them does."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,8 @@ def workload(config: Config, target: Target, policies: tuple[Any, ...]) -> Workl
             operations_of_row=max(more_rows, 0.0) / (_ROWS - 1),
         )
     amounts = map(astuple, recomputed.values())
-    recomputed[LEAST] = Recomputed(*map(min, zip(*amounts, strict=True)))
+    least = Recomputed(*map(min, zip(*amounts, strict=True)))
+    recomputed[LEAST] = replace(least, kept_bytes=0.0)
     return Workload(
         sequence_length=config.training.sequence_length,
         num_layers=max(layers, default=1),

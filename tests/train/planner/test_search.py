@@ -107,6 +107,19 @@ def test_layouts_fit_the_memory_of_a_device():
     assert all(each.prediction.memory_bytes <= room for each in tight.best)
 
 
+def test_meshes_on_which_no_choice_is_legal_are_rejected():
+    """Four chunks on each of eight stages are more than the model has layers."""
+    training = replace(config().training, pipeline_chunks=4)
+    pinned = frozenset({"training.pipeline_chunks", "model.mesh_shape"})
+    settings = replace(config(), training=training)
+    settings = replace(
+        settings, model=replace(settings.model, mesh_shape=((8,), ("pp",)))
+    )
+    nothing = search(Space(settings, pinned, ("pp",), 16), model())
+    assert nothing.best == []
+    assert {code for code, _ in nothing.rejected} == {"T311"}
+
+
 def test_without_room_the_smallest_layout_is_known():
     nothing = found(memory=1000)
     assert nothing.best == []

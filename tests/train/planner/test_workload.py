@@ -18,7 +18,6 @@ def test_devices_beyond_the_first_are_not_made():
 def test_the_least_policy_is_below_all_others():
     found = workload(config(), Target.parse("cpu:8"), ("none", "full")).recomputed
     least = found[LEAST]
-    assert least.kept_bytes == found["full"].kept_bytes
+    assert least.kept_bytes == 0
     assert least.products == found["none"].products
-    assert least.kept_bytes < found["none"].kept_bytes
     assert least.products < found["full"].products
