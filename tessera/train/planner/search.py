@@ -266,13 +266,15 @@ def _distinct(ranked: list[Candidate]) -> list[Candidate]:
     """The best of each mesh and policy first; variants that change little are left out.
 
     Two layouts whose meshes, microbatches and policies are alike differ in settings
-    that matter less than a prediction's error.
+    that matter less than a prediction's error. One that surely fits stands beside a
+    faster one that may not.
     """
     seen = set()
     kept = []
     for each in ranked:
         layout = each.layout
-        key = frozenset(layout.mesh), str(layout.remat), layout.schedule is None
+        policy = str(layout.remat), layout.schedule is None, each.is_safe
+        key = frozenset(layout.mesh), policy
         if key not in seen:
             seen.add(key)
             kept.append(each)

@@ -82,6 +82,20 @@ def test_layouts_that_may_not_fit_are_ranked_where_few_surely_do():
     assert all(each.prediction.memory_bytes <= 1.2 * least for each in tight)
 
 
+def test_a_layout_that_surely_fits_is_not_hidden_by_a_faster_one_that_may_not():
+    """Of the same mesh and policy, where both are ranked."""
+    least, _ = found(memory=1000).smallest
+    ranked = found(memory=2 * least).best
+    safe = [each for each in ranked if each.is_safe]
+    assert 0 < len(safe) < 10
+    pairs = {(each.layout.mesh, each.layout.remat) for each in safe}
+    assert any(
+        (each.layout.mesh, each.layout.remat) in pairs
+        for each in ranked
+        if not each.is_safe
+    )
+
+
 def test_every_layout_passes_the_checks_of_a_run():
     for each in roomy().best:
         assert layout_problems(each.layout.applied(config())) == []
