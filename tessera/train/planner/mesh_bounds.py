@@ -3,27 +3,14 @@
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from tessera.train.planner.layout import Layout
 from tessera.train.planner.layout_legality import Legality
 from tessera.train.planner.search_space import Sizes, Space
-from tessera.train.planner.step_time import StepModel
+from tessera.train.planner.step_time import Pace, StepModel
 from tessera.train.planner.workload import LEAST
-
-
-@dataclass(frozen=True, slots=True)
-class _Pace:
-    """The least of all schedules with a policy and a size of microbatches, in seconds.
-
-    Attributes:
-      whole: That all stages compute.
-      busy: Of a step that sends nothing over ``dp`` and ``fsdp``.
-    """
-
-    whole: float
-    busy: float
 
 
 class MeshBounds:
@@ -48,7 +35,7 @@ class MeshBounds:
         fits: Callable[[list[Layout]], bool],
     ) -> None:
         self.space, self.model, self.legality, self.fits = space, model, legality, fits
-        self._paces = dict[Hashable, _Pace]()
+        self._paces = dict[Hashable, Pace]()
         self._groups = dict[Hashable, int]()
         self.legal, self._group = cache(self._find_legal), cache(self._find_group)
 
@@ -59,7 +46,7 @@ class MeshBounds:
           mesh: One that has legal layouts.
         """
         sizes = self.space.micro_batch_sizes(mesh)
-        return min(self._pace(mesh, LEAST, size).busy for size in sizes)
+        return min(self.of_size(mesh, size) for size in sizes)
 
     def of_size(self, mesh: Sizes, size: int) -> float:
         """The same of microbatches of one size."""
@@ -80,8 +67,7 @@ class MeshBounds:
         ]
         if not fitting:
             return math.inf
-        whole = min(pace.whole for pace in fitting)
-        busy = min(pace.busy for pace in fitting)
+        pace = _least(fitting)
         # The first of each way to gather, with the policy that computes least again.
         policy = next(of for of, size in most.items() if size)
         layouts = self.legal(mesh)
@@ -89,7 +75,7 @@ class MeshBounds:
         stages = {each.zero_stage for each in self.space.variants(layouts[0])}
         return min(
             self.model.least_seconds(
-                replace(each, remat=policy, zero_stage=stage), whole, busy
+                replace(each, remat=policy, zero_stage=stage), pace
             )
             for each in gathers
             for stage in stages
@@ -107,7 +93,7 @@ class MeshBounds:
         key = self.model.group(layouts[0]), alike
         return self._groups.setdefault(key, len(self._groups))
 
-    def _pace(self, mesh: Sizes, policy: str, size: int) -> _Pace:
+    def _pace(self, mesh: Sizes, policy: str, size: int) -> Pace:
         """With a policy and a size of microbatches; found once for a group."""
         key = self._group(mesh), policy, size
         if key not in self._paces:
@@ -116,8 +102,7 @@ class MeshBounds:
                 for each in self.legal(mesh)
             }
             chosen = (self._with_size(each, size) for each in kinds)
-            whole, busy = zip(*map(self.model.least_compute, chosen), strict=True)
-            self._paces[key] = _Pace(min(whole), min(busy))
+            self._paces[key] = _least([*map(self.model.pace, chosen)])
         return self._paces[key]
 
     def _largest_that_fit(self, mesh: Sizes) -> dict[str, int]:
@@ -153,3 +138,8 @@ class MeshBounds:
         """A layout with microbatches of a size."""
         count = self.space.share(layout.mesh) // size
         return replace(layout, micro_batch_size=size, microbatches=count)
+
+
+def _least(paces: list[Pace]) -> Pace:
+    """What none of them is below."""
+    return Pace(min(e.whole for e in paces), min(e.busy for e in paces))

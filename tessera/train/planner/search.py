@@ -48,7 +48,7 @@ class SearchResult:
     Attributes:
       best: Layouts that fit, fastest first; those that are slower than as many as were
         asked for are left out.
-      smallest: The least memory of a layout, whether it fits or not, and that layout.
+      smallest: The least memory of a layout that does not fit, and that layout.
       looked_at: Layouts whose time or memory was predicted.
       too_large: Of these, how many do not fit.
       rejected: How many meshes or layouts are not legal, by the code and the headline
@@ -201,9 +201,8 @@ class _Search:
         if problem := self.legality.model_problem(layout):
             self._reject(problem)
             return False
-        slowest, least = self.slowest, self.model.least_compute
         policies = [*map(str, self.space.policies)]
-        while policies and least(replace(layout, remat=policies[-1]))[1] > slowest:
+        while policies and self._is_slow(replace(layout, remat=policies[-1])):
             policies.pop()
         if not policies:
             return True
@@ -223,6 +222,10 @@ class _Search:
             if candidate is not None and candidate.is_safe:
                 safe = variant
         return True
+
+    def _is_slow(self, layout: Layout) -> bool:
+        """Whether a layout is surely slower than what was found."""
+        return self.model.pace(layout).busy > self.slowest
 
     def _may_fit(self, variants: list[Layout]) -> bool:
         """Whether any variant fits; the later stages of ZeRO take the less memory."""
@@ -244,13 +247,13 @@ class _Search:
         return candidate
 
     def _memory(self, layout: Layout) -> MemoryEstimate | None:
-        """The memory of a layout, if it fits."""
+        """The memory of a layout, if it fits, and surely where that is asked for."""
         self.found.looked_at += 1
         memory, machine = self.model.memory(layout), self.model.target.machine
-        fits = memory.total <= machine.memory_bytes
-        self.found.too_large += not fits
-        if is_safe(memory.total, machine) or (fits and not self.surely):
-            return memory
+        if memory.total <= machine.memory_bytes:
+            is_wanted = not self.surely or is_safe(memory.total, machine)
+            return memory if is_wanted else None
+        self.found.too_large += 1
         least, _ = self.found.smallest or (math.inf, layout)
         if memory.total < least and self.legality.problem(layout) is None:
             self.found.smallest = memory.total, layout

@@ -68,6 +68,20 @@ class Prediction:
         return step + sum(self.phases.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a step, whatever ``dp`` and ``fsdp`` send.
+
+    Attributes:
+      whole: That all stages of a pipeline compute, together.
+      busy: Of a step in which nothing is sent over these axes, nor added up over
+        microbatches, or less.
+    """
+
+    whole: float
+    busy: float
+
+
 class StepModel:
     """Predicts steps of one run on one target.
 
@@ -84,7 +98,7 @@ class StepModel:
         self._seconds_of = cache(partial(collective_seconds, target.machine))
         self._lockstep_of = cache(Lockstep.of)
         self._computed = dict[Hashable, PassSeconds]()
-        self._least = dict[Hashable, tuple[float, float]]()
+        self._paces = dict[Hashable, Pace]()
         self.shares_of = cache(_shares)
         self._grid_of = cache(partial(device_grid, target))
 
@@ -121,24 +135,21 @@ class StepModel:
         """
         return _Prediction(self, layout).prediction(memory or self.memory(layout))
 
-    def least_seconds(self, layout: Layout, whole: float, busy: float) -> float:
+    def least_seconds(self, layout: Layout, pace: Pace) -> float:
         """What no layout with this mesh, ZeRO stage and ``gather`` is faster than.
 
         As if a step had one microbatch, which sends least.
 
         Args:
           layout: A legal one, with the policy that computes least again.
-          whole: At most what ``least_compute`` finds for all stages of it.
-          busy: The same of a step that sends nothing.
+          pace: At most that of any such layout.
         """
         share = layout.micro_batch_size * layout.microbatches
         as_one = replace(layout, micro_batch_size=share, microbatches=1)
-        return _Prediction(self, as_one).least_seconds(whole, busy)
+        return _Prediction(self, as_one).least_seconds(pace)
 
-    def least_compute(self, layout: Layout) -> tuple[float, float]:
-        """Seconds that all stages compute, and those of a step without some sends.
-
-        Nothing is sent over ``dp`` and ``fsdp``, or added up over microbatches.
+    def pace(self, layout: Layout) -> Pace:
+        """The pace of a layout, found once for all of a group.
 
         Args:
           layout: A legal one.
@@ -146,12 +157,12 @@ class StepModel:
         batch = layout.micro_batch_size, layout.microbatches
         stages = layout.schedule, layout.chunks, layout.sequence_parallel
         read = self.group(layout), batch, stages, str(layout.remat)
-        if read not in self._least:
-            self._least[read] = _Prediction(self, layout).least_compute()
-        return self._least[read]
+        if read not in self._paces:
+            self._paces[read] = _Prediction(self, layout).pace()
+        return self._paces[read]
 
     def group(self, layout: Layout) -> Hashable:
-        """What ``least_compute`` reads of a mesh, with ``dp`` and ``fsdp`` as one."""
+        """What ``pace`` reads of a mesh, with ``dp`` and ``fsdp`` as one."""
         others = tuple(axis for axis in layout.mesh if axis[0] not in ("dp", "fsdp"))
         spans = tuple(self._span_of(layout.mesh, (name,)) for name, _ in others)
         device, _ = self.device_work(layout)
@@ -279,29 +290,30 @@ class _Prediction:
             phases=self._phases(),
         )
 
-    def least_seconds(self, whole: float, busy: float) -> float:
+    def least_seconds(self, pace: Pace) -> float:
         """See ``StepModel``."""
         sizes, zero = self.layout.sizes, self.layout.zero_stage
         shards = sizes.get("dp", 1) if zero else 1
-        sent = self._exposed(self.comms.of_microbatch(), whole)
+        sent = self._exposed(self.comms.of_microbatch(), pace.whole)
         # Of this a longer microbatch hides more, in all stages at the same time.
         once = self._exposed(self.comms.of_step(), sys.float_info.max)
         once += self.device.optimizer_seconds(shards) + self.machine.overhead["step"]
-        return max((whole + sent) / sizes.get("pp", 1), busy) + once
+        return max((pace.whole + sent) / sizes.get("pp", 1), pace.busy) + once
 
-    def least_compute(self) -> tuple[float, float]:
+    def pace(self) -> Pace:
         """See ``StepModel``."""
         layout, compute = self.layout, self.compute
         sent = self.comms.of_activations()
         if not layout.schedule:
             whole = layout.microbatches * compute.total
-            return whole, whole + layout.microbatches * self._exposed(sent, whole)
+            shown = layout.microbatches * self._exposed(sent, whole)
+            return Pace(whole, whole + shown)
         if layout.schedule in IN_RUNS:
             work, exposed, bubble = self._pipelined(sent)
-            return work * layout.sizes["pp"], work + exposed + bubble
+            return Pace(work * layout.sizes["pp"], work + exposed + bubble)
         # A table is made of legal sizes alone, and takes long.
-        whole = layout.microbatches * sum(map(np.sum, self._stages(0)))
-        return whole, whole / layout.sizes["pp"]
+        whole = layout.microbatches * float(sum(map(np.sum, self._stages(0))))
+        return Pace(whole, whole / layout.sizes["pp"])
 
     def _phases(self) -> dict[str, float]:
         if self.model.config.training.objective == NEXT_TOKEN:
