@@ -38,7 +38,7 @@ TRAINER = {
     "loop": 4_791,
     "models": 5_337,
     "objectives": 482,
-    "planner": 2_597,
+    "planner": 2_599,
     "records": 225,
     "report": 816,
     "rewards": 477,
