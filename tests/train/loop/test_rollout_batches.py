@@ -180,6 +180,7 @@ def test_a_completion_that_is_a_stop_token_alone_is_learned(prompts):
     assert given.numbers["completion_length"] == 1
 
 
+@pytest.mark.slow(reason="it compiles a sampler and a validation")
 def test_validation_writes_one_completion_of_each_prompt_and_learns_none(prompts):
     loop = Loop(policy_run(prompts))
     of_validation = loop.corpus.take_validation()
